@@ -1,0 +1,28 @@
+"""What an algorithm is: a plan for sampling, a credit assignment and a loss; all of it without state."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from flowalign.types import Batch, Examples, Policy, Rollout, RolloutPlan, Scores, Terms
+
+
+class Algorithm(Protocol):
+    """One method. The trainer calls `plan`, `prepare` and `losses` in this order, once per iteration each."""
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps per iteration; the samples of an iteration are split evenly over them."""
+        ...
+
+    def plan(self, iteration: int) -> RolloutPlan | None:
+        """How to sample in this iteration; None: the method learns from `Examples`."""
+        ...
+
+    def prepare(self, policy: Policy, samples: Rollout | Examples, scores: Scores | None) -> Batch:
+        """Turns samples into items to learn from, without gradients; randomness only from ``samples.keys``."""
+        ...
+
+    def losses(self, policy: Policy, batch: Batch) -> Terms:
+        """Per-item loss terms, with gradients to ``policy.current`` only."""
+        ...

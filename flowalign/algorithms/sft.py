@@ -1,0 +1,65 @@
+"""Supervised fine-tuning by flow matching on captioned images (Lipman et al., 2210.02747; SD3's density, 2403.03206).
+
+    loss = mean (v(x_sigma, sigma, caption) - (noise - clean))^2,    x_sigma = (1 - sigma) clean + sigma noise
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from flowalign.core import losses, path, rng, schedule
+from flowalign.types import (
+    Batch,
+    Examples,
+    Policy,
+    PositiveFloat,
+    PositiveInt,
+    Rollout,
+    Scores,
+    Terms,
+    settings,
+)
+
+
+@settings
+class SFTSettings:
+    """``batch_size`` images per iteration over all ranks; sigma = sigmoid(sigma_mean + sigma_std z)."""
+
+    name: Literal["sft"]
+    batch_size: PositiveInt = 32
+    sigma_mean: float = 0.0
+    sigma_std: PositiveFloat = 1.0
+    updates: PositiveInt = 1
+
+
+class SFT:
+    """Learns from data alone; see the module."""
+
+    def __init__(self, settings: SFTSettings) -> None:
+        self.settings = settings
+
+    @property
+    def updates(self) -> int:
+        return self.settings.updates
+
+    def plan(self, iteration: int) -> None:
+        return None
+
+    def prepare(self, policy: Policy, samples: Rollout | Examples, scores: Scores | None) -> Batch:
+        if not isinstance(samples, Examples):
+            raise TypeError("sft learns from Examples, got a Rollout")
+        clean = samples.clean
+        sources = [rng.generator(key, "sft") for key in samples.keys]
+        sigma = torch.cat([schedule.logit_normal(g, 1, self.settings.sigma_mean, self.settings.sigma_std) for g in sources])
+        sigma = sigma.to(clean.device)
+        noise = rng.normal(sources, clean.shape[1:], clean.device)
+        items = {"x": path.interpolate(clean, noise, sigma), "sigma": sigma, "target": path.velocity(clean, noise)}
+        count = clean.shape[0]
+        return Batch(items, torch.arange(count, device=clean.device), samples.cond, torch.ones(count, device=clean.device))
+
+    def losses(self, policy: Policy, batch: Batch) -> Terms:
+        cond = batch.cond.select(batch.sample)
+        velocity = policy.current(batch.items["x"], batch.items["sigma"], cond)
+        return Terms({"flow_matching": losses.flow_matching(velocity, batch.items["target"])})

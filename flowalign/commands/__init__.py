@@ -1,0 +1,1 @@
+"""What the sub-commands of the command line do: one file, one function `run` each."""

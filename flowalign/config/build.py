@@ -1,0 +1,151 @@
+"""From a recipe to objects: the only file that knows every class."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from flowalign.algorithms.base import Algorithm
+from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
+from flowalign.algorithms.sft import SFT, SFTSettings
+from flowalign.config.load import dump_recipe
+from flowalign.config.schema import AlgorithmSettings, DatasetSettings, Recipe
+from flowalign.data.pairs import METADATA, PairData, load_pairs
+from flowalign.data.prompts import PromptData, load_prompts
+from flowalign.data.worlds import shapes
+from flowalign.models import load_model, lora
+from flowalign.models.base import Model
+from flowalign.rewards import registry
+from flowalign.rewards.combine import WeightedReward
+from flowalign.training import checkpoint, trainer
+from flowalign.training.distributed import Workers
+from flowalign.training.trainer import TrainResult
+from flowalign.types import FlowAlignError
+
+SHAPES = "shapes"
+SHAPES_COUNT = 512
+"""Renders of the shapes world where the number is left open."""
+
+
+def build_model(recipe: Recipe, device: torch.device | str) -> Model:
+    """The model with the parameters that the recipe trains in float32 and requiring gradients, all others frozen.
+
+    Raises:
+        FlowAlignError: no such model, or a size that it cannot make.
+    """
+    settings, tuning = recipe.model, recipe.tuning
+    # Weights in training stay float32; frozen ones may be as coarse as the arithmetic.
+    coarse = settings.precision == "bf16" and tuning.kind == "lora"
+    model = load_model(settings.path, dtype=torch.bfloat16 if coarse else torch.float32, device=device)
+    model.latent_shape(settings.height, settings.width)  # refuses a size before anything is sampled
+    if tuning.kind == "lora":
+        lora.add_lora(model, rank=tuning.rank, alpha=tuning.alpha, targets=tuning.targets, seed=recipe.training.seed)
+    else:
+        model.transformer.requires_grad_(True)
+    if settings.activation_checkpointing:
+        enable = getattr(model.transformer, "enable_gradient_checkpointing", None)
+        if enable is None:
+            raise FlowAlignError(
+                f"model.activation_checkpointing: {type(model.transformer).__name__} does not offer it; set it to false"
+            )
+        enable()
+    return model
+
+
+def build_algorithm(settings: AlgorithmSettings, model: Model) -> Algorithm:
+    """The method with its settings."""
+    if isinstance(settings, SFTSettings):
+        return SFT(settings)
+    if isinstance(settings, FlowGRPOSettings):
+        return FlowGRPO(settings, shift=model.shift)
+    raise TypeError(f"no algorithm is known for {type(settings).__name__}; add it here")
+
+
+def build_rewards(recipe: Recipe, device: torch.device | str) -> list[WeightedReward]:
+    """The judges in the order of the recipe.
+
+    Raises:
+        FlowAlignError: a judge that this version does not have, or parameters that it does not take.
+    """
+    return [WeightedReward(r.name, registry.create(r.name, device, **r.params), r.weight) for r in recipe.rewards]
+
+
+def build_prompts(recipe: Recipe) -> PromptData:
+    """Prompts to sample from.
+
+    Raises:
+        FlowAlignError: no such file, or fewer prompts than the recipe asks for.
+    """
+    settings = recipe.prompts
+    if settings is None:
+        raise FlowAlignError("prompts: missing section; name a source of prompts")
+    prompts = load_prompts(settings.source, settings.count, settings.seed)
+    return PromptData(prompts, settings.per_iteration, settings.group_size, settings.negative)
+
+
+def build_pairs(recipe: Recipe, workers: Workers) -> PairData:
+    """Captioned images to learn from; the main process renders those of the shapes world into the output folder.
+
+    Raises:
+        FlowAlignError: no such folder, or one that is not as `load_pairs` says.
+    """
+    settings, algorithm = recipe.dataset, recipe.algorithm
+    if settings is None or not isinstance(algorithm, SFTSettings):
+        raise FlowAlignError("dataset: missing section; name a folder with a metadata.jsonl, or shapes")
+    folder = Path(settings.path)
+    if settings.path == SHAPES:
+        folder = _rendered_shapes(settings, Path(recipe.training.output), workers)
+    count = None if settings.path == SHAPES else settings.count
+    pairs = load_pairs(folder, height=recipe.model.height, width=recipe.model.width, count=count, seed=settings.seed)
+    return PairData(pairs, algorithm.batch_size)
+
+
+def _rendered_shapes(settings: DatasetSettings, output: Path, workers: Workers) -> Path:
+    """A folder of renders that depends on its name only, so that a resumed run finds it."""
+    count = settings.count or SHAPES_COUNT
+    folder = output / "dataset" / f"shapes-{count}-{settings.seed}"
+    if workers.is_main and not (folder / METADATA).is_file():
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shapes.write_folder(partial, count, settings.seed)
+        partial.rename(folder)
+    workers.barrier()
+    return folder
+
+
+def train(
+    recipe: Recipe, *, resume: bool = False, workers: Workers | None = None, model: Model | None = None
+) -> TrainResult:
+    """One run.
+
+    Args:
+        resume: go on from the last checkpoint in ``training.output``.
+        workers: the processes of the run; left out, they are found out.
+        model: as `build_model` makes it; left out, it is made. It is trained in place.
+
+    Raises:
+        FlowAlignError: anything that the user can mend.
+    """
+    workers = workers or Workers()
+    last = checkpoint.latest(recipe.training.output) if resume else None
+    if resume and last is None:
+        raise FlowAlignError(f"--resume: {recipe.training.output} holds no checkpoint; start the run without --resume")
+    rewards = build_rewards(recipe, workers.device)
+    data = build_prompts(recipe) if recipe.prompts is not None else build_pairs(recipe, workers)
+    model = model or build_model(recipe, workers.device)
+    return trainer.train(
+        model,
+        build_algorithm(recipe.algorithm, model),
+        data,
+        rewards,
+        optimizer=recipe.optimizer,
+        training=recipe.training,
+        workers=workers,
+        lora=recipe.tuning.kind == "lora",
+        size=(recipe.model.height, recipe.model.width),
+        autocast=torch.bfloat16 if recipe.model.precision == "bf16" else None,
+        recipe_text=dump_recipe(recipe),
+        resume=last,
+    )

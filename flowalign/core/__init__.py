@@ -1,0 +1,1 @@
+"""The mathematics: pure functions on tensors."""

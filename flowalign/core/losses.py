@@ -1,0 +1,67 @@
+"""Loss terms, one value per item; who sums, weights and averages them is the learner."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowalign.core.kernels import Gaussian
+
+KLForm = Literal["transition", "flow_grpo", "x", "v", "k2", "k3"]
+
+
+class Evaluation(NamedTuple):
+    """What one policy says of n recorded steps."""
+
+    gaussian: Gaussian
+    velocity: Tensor  # (n, C, *S)
+    log_prob: Tensor  # (n,)
+
+
+def clipped_surrogate(log_ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+    """``max(-A r, -A clip(r, 1 - c, 1 + c))`` with r = exp(log_ratio) (PPO, 1707.06347, eq. 7, as a loss).
+
+    Args:
+        log_ratio, advantage: (n,).
+        clip_range: c > 0; 1e-6 to 1e-3 for log-densities that are means over latent elements.
+    """
+    ratio = log_ratio.exp()
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def kl(form: KLForm, current: Evaluation, reference: Evaluation, step_size: Tensor) -> Tensor:
+    """Divergence of the current policy from the reference at n recorded steps, (n,) float32, >= 0.
+
+    With dm, dv the differences of means and velocities, s the std, D the difference of log-densities, averaged over
+    latent elements:
+        transition  dm^2 / (2 s^2), the exact KL of the two Gaussians per element
+        flow_grpo   dm^2 delta / (2 s^2), as Flow-GRPO's code has it: divided by g^2 = s^2 / delta
+        x           dm^2
+        v           dv^2 (UniGRPO, 2603.23500): the same weight for every noise level
+        k2, k3      D^2 / 2 and exp(-D) + D - 1, single-sample estimates (Schulman, 2020)
+
+    Args:
+        step_size: (n,) delta = sigma - sigma_next, used by flow_grpo only.
+    """
+    if form in ("k2", "k3"):
+        difference = current.log_prob - reference.log_prob
+        return difference.square() / 2 if form == "k2" else torch.expm1(-difference) + difference
+    if form == "v":
+        return mean_square(current.velocity - reference.velocity)
+    square = mean_square(current.gaussian.mean - reference.gaussian.mean)
+    if form == "x":
+        return square
+    divergence = square / (2 * current.gaussian.std.float().flatten().square())
+    return divergence if form == "transition" else divergence * step_size
+
+
+def flow_matching(velocity: Tensor, target: Tensor) -> Tensor:
+    """Mean square of ``velocity - target`` over non-batch dimensions, (n,) float32 (2210.02747)."""
+    return mean_square(velocity - target)
+
+
+def mean_square(difference: Tensor) -> Tensor:
+    """(n, ...) to (n,), in float32."""
+    return difference.float().square().flatten(1).mean(1)

@@ -1,0 +1,85 @@
+"""Grids of noise levels, densities over them, and which steps of a grid are stochastic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowalign.types import StepWindow
+
+ScheduleName = Literal["linear_shift", "diffusers"]
+
+
+def shift_sigma(sigma: Tensor, shift: float) -> Tensor:
+    """``shift sigma / (1 + (shift - 1) sigma)``: shift > 1 moves a grid towards noise (Esser et al., 2403.03206)."""
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def linear_shift(num_steps: int, shift: float) -> Tensor:
+    """Evenly spaced levels from 1 to 0, shifted once.
+
+    Args:
+        num_steps: N >= 1.
+        shift: > 0; 1 leaves the grid linear.
+
+    Returns:
+        (N + 1,) float32, descending from 1 to 0.
+    """
+    _check(num_steps, shift)
+    return shift_sigma(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift).float()
+
+
+def diffusers_shift(num_steps: int, shift: float) -> Tensor:
+    """The grid of diffusers' ``FlowMatchEulerDiscreteScheduler(shift=shift).set_timesteps(num_steps)``.
+
+    It shifts twice: once for the 1,000 training levels, whose ends bound the grid, and once more for the grid itself. Its
+    last level before 0 is therefore tiny (.0089 for shift 3, N = 10). SD3 pipelines sample on it.
+
+    Returns:
+        (N + 1,) float32, descending from 1 to 0.
+    """
+    _check(num_steps, shift)
+    lowest = shift_sigma(torch.tensor(1 / 1000, dtype=torch.float32), shift).double()
+    start = torch.ones(1, dtype=torch.float64)
+    inner = torch.linspace(1, float(lowest), num_steps, dtype=torch.float64) if num_steps > 1 else start
+    return torch.cat([shift_sigma(inner, shift), torch.zeros(1, dtype=torch.float64)]).float()
+
+
+def sigmas(name: ScheduleName, num_steps: int, shift: float) -> Tensor:
+    """The grid called ``name``; see `linear_shift` and `diffusers_shift`."""
+    return linear_shift(num_steps, shift) if name == "linear_shift" else diffusers_shift(num_steps, shift)
+
+
+def _check(num_steps: int, shift: float) -> None:
+    if num_steps < 1 or not shift > 0:
+        raise ValueError(f"schedule: num_steps={num_steps}, shift={shift}; expected num_steps >= 1 and shift > 0")
+
+
+def full_window(num_steps: int) -> StepWindow:
+    """All steps but the last, whose transition ends at sigma = 0 where its density degenerates."""
+    steps = torch.arange(num_steps - 1)
+    return StepWindow(steps, steps)
+
+
+def random_window(num_steps: int, size: int, low: int, high: int, generator: torch.Generator) -> StepWindow:
+    """``size`` consecutive steps within [low, high), never the last step of the grid (Flow-GRPO-Fast).
+
+    The start is uniform over all places where the window fits. One generator per group: members of a group must share
+    their window, or their rewards are not comparable.
+    """
+    high = min(high, num_steps - 1)
+    if size < 1 or low < 0 or low + size > high:
+        raise ValueError(
+            f"random_window: size={size} does not fit into steps [{low}, {high}) of a {num_steps}-step grid whose "
+            "last step is never stochastic; lower the size or widen the range"
+        )
+    start = low + int(torch.randint(high - size - low + 1, (1,), generator=generator))
+    steps = torch.arange(start, start + size)
+    return StepWindow(steps, steps)
+
+
+def logit_normal(generator: torch.Generator, n: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """n levels ``sigmoid(mean + std z)`` in (0, 1), the training density of SD3 (2403.03206, section 3.1)."""
+    return torch.sigmoid(mean + std * torch.randn(n, generator=generator))

@@ -1,0 +1,1 @@
+"""Prompts, image-caption pairs, caches and the embedded procedural worlds."""

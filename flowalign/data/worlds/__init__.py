@@ -1,0 +1,1 @@
+"""Procedural worlds: seeded scenes with captions, and an exact verifier for each world."""

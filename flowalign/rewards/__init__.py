@@ -1,0 +1,1 @@
+"""What a reward is, how one is found by name, and how several are combined."""

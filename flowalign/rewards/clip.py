@@ -1,0 +1,97 @@
+"""What judges of the CLIP family share: differentiable preprocessing, and unit features of transformers' CLIPModel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flowalign.types import FlowAlignError
+
+
+def preprocess(images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """CLIP's own preparation in differentiable torch: shortest side to ``size``, centre crop, normalise.
+
+    Antialiased bicubic: without antialiasing values move by up to 94/255. Clamped as a picture in bytes would be, since
+    bicubic overshoots.
+
+    Args:
+        images: (N, 3, H, W) in [0, 1].
+
+    Returns:
+        (N, 3, size, size).
+    """
+    height, width = images.shape[-2:]
+    short = min(height, width)
+    target = (int(size * height / short), int(size * width / short))
+    if (height, width) != target:
+        images = functional.interpolate(images, target, mode="bicubic", align_corners=False, antialias=True)
+    top, left = (round((side - size) / 2) for side in target)
+    images = images[..., top : top + size, left : left + size].clamp(0, 1)
+    offset, scale = (
+        torch.tensor(list(v), dtype=images.dtype, device=images.device)[:, None, None] for v in (mean, std)
+    )
+    return (images - offset) / scale
+
+
+class CLIPFeatures:
+    """A CLIPModel, in float32 and without gradients to its weights, and its tokenizer.
+
+    Args:
+        path: folder or hub name of the weights.
+        processor: folder or hub name of tokenizer and image statistics; None = ``path``.
+        name: of the reward, for messages.
+
+    Raises:
+        FlowAlignError: either cannot be loaded.
+    """
+
+    def __init__(self, path: str, processor: str | None, device: torch.device | str, name: str) -> None:
+        from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+        source = path
+        try:
+            model: Any = CLIPModel.from_pretrained(path, dtype=torch.float32)
+            source = processor or path
+            images: Any = CLIPImageProcessor.from_pretrained(source)
+            self.tokenizer: Any = CLIPTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise FlowAlignError(
+                f"reward {name!r}: {source!r} cannot be loaded ({str(error).splitlines()[0]}); check the connection, "
+                "or give a local folder as params.path and params.processor"
+            ) from None
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.size = int(self.model.config.vision_config.image_size)
+        self.mean, self.std = tuple(images.image_mean), tuple(images.image_std)
+        self.device = torch.device(device)
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """exp of the learnt temperature, a scalar."""
+        scale: Tensor = self.model.logit_scale.exp()
+        return scale
+
+    def images(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) in [0, 1] to unit vectors (N, D), differentiable."""
+        pixels = preprocess(images.to(self.device).float(), self.size, self.mean, self.std)
+        return functional.normalize(self.model.get_image_features(pixel_values=pixels).pooler_output.float(), dim=-1)
+
+    @torch.no_grad()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """N texts, cut off at the model's length, to unit vectors (N, D)."""
+        length = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(
+            list(texts), padding="max_length", truncation=True, max_length=length, return_tensors="pt"
+        )
+        features = self.model.get_text_features(input_ids=tokens.input_ids.to(self.device))
+        return functional.normalize(features.pooler_output.float(), dim=-1)
+
+    def cosine(self, media: Tensor, texts: Sequence[str]) -> Tensor:
+        """(B, F, 3, H, W) and B texts to (B,) float32: the cosine, as the mean over frames."""
+        frames = self.images(media.flatten(0, 1)).view(media.shape[0], media.shape[1], -1)
+        # Elementwise: a matrix of all pairs would cost B^2 and be wrong for a part of a batch.
+        cosines: Tensor = (frames * self.texts(texts)[:, None]).sum(-1)
+        return cosines.mean(1)

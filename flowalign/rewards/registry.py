@@ -1,0 +1,99 @@
+"""Rewards by name. Names can be listed without importing any model code."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from flowalign.rewards.base import Reward, RewardSpec
+from flowalign.types import FlowAlignError
+
+ENTRY_POINTS = "flowalign.rewards"
+
+BUILT_IN = {
+    "shapes-verifier": "reward_models.shapes_verifier.reward:ShapesVerifier",
+    "pickscore": "reward_models.pickscore.reward:PickScore",
+    "clipscore": "reward_models.clipscore.reward:CLIPScore",
+}
+RESERVED = ("geneval", "ocr", "hpsv2", "hpsv2.1", "imagereward", "aesthetic")
+"""Names that published recipes use and that flowalign will give a meaning, but has not yet."""
+
+
+def names() -> list[str]:
+    """All names that a recipe may use: built in, reserved, and those of installed plug-ins."""
+    return sorted({*BUILT_IN, *RESERVED, *_plugged_in()})
+
+
+def _plugged_in() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that cannot be a reward, without importing anything.
+
+    Raises:
+        FlowAlignError: the name is unknown; says the nearest one.
+    """
+    if name not in names() and ":" not in name:
+        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names())}, or 'module:Class'"
+        raise FlowAlignError(f"reward {name!r}: unknown name; {hint}")
+
+
+def load(name: str) -> Callable[..., Reward]:
+    """The class behind a name.
+
+    Args:
+        name: built in, of an entry point "flowalign.rewards", or "module:Class".
+
+    Raises:
+        FlowAlignError: the name is unknown or only reserved, or its module or class cannot be imported.
+    """
+    check_name(name)
+    target = BUILT_IN.get(name) or _plugged_in().get(name) or name
+    if name in RESERVED and target == name:
+        raise FlowAlignError(
+            f"reward {name!r}: the name is reserved, but this version of flowalign does not have the reward yet; use "
+            f"{', '.join(BUILT_IN)}, or your own as 'module:Class'"
+        )
+    module, _, attribute = target.partition(":")
+    try:
+        loaded: Callable[..., Reward] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise FlowAlignError(
+            f"reward {name!r}: {target} cannot be imported ({error}); check module and class"
+        ) from error
+    return loaded
+
+
+def create(name: str, device: torch.device | str = "cpu", **params: Any) -> Reward:
+    """The reward called ``name`` on ``device``; ``params`` go to its constructor.
+
+    Raises:
+        FlowAlignError: see `load`; or the constructor has no such parameter.
+    """
+    factory = load(name)
+    accepted = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        known = [key for key in accepted if key != "device"]
+        for key in params:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+                raise FlowAlignError(f"reward {name!r}: no parameter {key!r}; {hint}")
+    try:
+        return factory(device=device, **params)
+    except TypeError as error:
+        raise FlowAlignError(f"reward {name!r}: {error}; check its params") from error
+
+
+def specs() -> list[RewardSpec]:
+    """Facts about every reward that is built in or plugged in. Imports their modules, but loads no weights."""
+    available = sorted({*BUILT_IN, *_plugged_in()})
+    return [load(name).spec for name in available]  # type: ignore[attr-defined]  # a class that makes a Reward has its spec

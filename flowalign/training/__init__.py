@@ -1,0 +1,1 @@
+"""The loop: collect, score, learn, record."""

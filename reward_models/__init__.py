@@ -1,0 +1,1 @@
+"""The judges: one folder each, with its card."""

@@ -1,0 +1,1 @@
+"""CLIPScore: how well a picture fits its text, as a cosine."""

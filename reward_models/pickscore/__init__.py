@@ -1,0 +1,1 @@
+"""PickScore: human preference between pictures of one prompt."""

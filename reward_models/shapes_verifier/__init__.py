@@ -1,0 +1,1 @@
+"""GenEval's question put to the shapes world, answered exactly."""

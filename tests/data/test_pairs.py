@@ -1,0 +1,90 @@
+"""Image-caption folders."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.data.pairs import keyed_batch, load_pairs, read_image
+from flowalign.data.worlds import shapes
+from flowalign.types import FlowAlignError
+
+
+def folder(tmp_path, sizes=((32, 32), (64, 32), (32, 64))):
+    lines = []
+    for i, (width, height) in enumerate(sizes):
+        picture = np.zeros((height, width, 3), np.uint8)
+        picture[:, : width // 2] = (255, 0, 0)
+        picture[:, width // 2 :] = (0, 0, 255)
+        Image.fromarray(picture).save(tmp_path / f"{i}.png")
+        lines.append(json.dumps({"file_name": f"{i}.png", "text": f"picture {i}"}))
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_images_cover_the_size_and_are_cropped_at_the_centre(tmp_path) -> None:
+    pairs = load_pairs(folder(tmp_path), height=32, width=32)
+    assert pairs.texts == ("picture 0", "picture 1", "picture 2")
+    images = pairs.images([0, 1, 2])
+    assert images.shape == (3, 1, 3, 32, 32)
+    assert images.dtype == torch.float32 and images.min() == 0 and images.max() == 1
+    # 64 x 32 cropped to its middle: the border of the two colours stays in the middle.
+    for image in images[:2, 0]:
+        assert torch.allclose(image[0].mean(0)[:14], torch.ones(14), atol=0.02)
+        assert torch.allclose(image[2].mean(0)[18:], torch.ones(14), atol=0.02)
+
+
+def test_grey_palette_and_transparent_pictures_become_rgb(tmp_path) -> None:
+    Image.new("L", (4, 4), 128).save(tmp_path / "grey.png")
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert torch.allclose(read_image(tmp_path / "grey.png"), torch.full((3, 4, 4), 128 / 255))
+    assert torch.allclose(read_image(tmp_path / "clear.png"), torch.ones(3, 4, 4))
+
+
+def test_the_folder_that_the_world_writes(tmp_path) -> None:
+    shapes.write_folder(tmp_path, 5, seed=0)
+    pairs = load_pairs(tmp_path, height=64, width=64, count=3, seed=1)
+    assert len(pairs) == 3
+    for text in pairs.texts:
+        shapes.parse(text)
+    assert pairs.images([0]).shape == (1, 1, 3, 64, 64)
+
+
+def test_walks_through_epochs_without_replacement() -> None:
+    walk = [i for iteration in range(14) for i in keyed_batch(10, 5, iteration, seed=0)]
+    assert all(sorted(walk[e : e + 10]) == list(range(10)) for e in range(0, 70, 10))
+    assert walk[:10] != walk[10:20]
+    straddling = [i for iteration in range(10) for i in keyed_batch(7, 4, iteration, seed=0)]
+    assert all(sorted(straddling[e : e + 7]) == list(range(7)) for e in range(0, 35, 7))
+    assert keyed_batch(7, 4, 3, seed=0) == straddling[12:16]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "metadata.jsonl:1: not JSON"),
+        ('{"file_name": "0.png"}', 'expected an object with the texts "file_name" and "text"'),
+        ('{"file_name": "none.png", "text": "x"}', "'none.png' is not in"),
+        ("", "holds no pair"),
+    ],
+)
+def test_bad_metadata_gives_one_sentence(tmp_path, line: str, words: str) -> None:
+    (tmp_path / "metadata.jsonl").write_text(line + "\n")
+    with pytest.raises(FlowAlignError) as caught:
+        load_pairs(tmp_path, height=8, width=8)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_metadata_too_few_and_broken_picture(tmp_path) -> None:
+    with pytest.raises(FlowAlignError, match=r"no metadata\.jsonl"):
+        load_pairs(tmp_path, height=8, width=8)
+    with pytest.raises(FlowAlignError, match="holds 3 pairs, fewer than count 4"):
+        load_pairs(folder(tmp_path), height=8, width=8, count=4)
+    (tmp_path / "0.png").write_bytes(b"not a picture")
+    with pytest.raises(FlowAlignError, match=r"0\.png.*cannot be read"):
+        load_pairs(tmp_path, height=8, width=8).images([0])

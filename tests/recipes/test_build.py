@@ -1,0 +1,79 @@
+"""From recipes to objects: what a run is made of, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from flowalign.algorithms.flow_grpo import FlowGRPO
+from flowalign.algorithms.sft import SFT
+from flowalign.config import build
+from flowalign.config.load import load_recipe, shipped_recipes
+from flowalign.core import schedule
+from flowalign.training.distributed import Workers
+from flowalign.types import FlowAlignError
+
+
+@pytest.fixture(scope="module")
+def workers() -> Workers:
+    return Workers(device="cpu")
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_method_is_built_for_its_model(name: str) -> None:
+    recipe = load_recipe(name)
+    algorithm = build.build_algorithm(recipe.algorithm, cast(Any, SimpleNamespace(shift=3.0)))
+    assert algorithm.updates == recipe.algorithm.updates
+    if recipe.algorithm.name == "sft":
+        assert isinstance(algorithm, SFT) and algorithm.plan(0) is None
+    else:
+        assert isinstance(algorithm, FlowGRPO)
+        plan = algorithm.plan(0)
+        torch.testing.assert_close(plan.sigmas, schedule.diffusers_shift(recipe.algorithm.num_steps, 3.0))
+        assert (plan.kernel, plan.level, plan.guidance) == (
+            recipe.algorithm.kernel,
+            recipe.algorithm.level,
+            recipe.algorithm.guidance,
+        )
+
+
+@pytest.mark.parametrize("name", ["sd3/flow_grpo_geneval", "sd3/flow_grpo_ocr"])
+def test_a_judge_that_is_not_there_yet_is_refused_in_one_sentence(name: str, workers: Workers) -> None:
+    with pytest.raises(FlowAlignError, match="reserved") as caught:
+        build.train(load_recipe(name), workers=workers)
+    assert "\n" not in str(caught.value)
+
+
+def test_rewards_in_the_order_of_the_recipe() -> None:
+    (one,) = build.build_rewards(load_recipe("shapes/flow_grpo", ["rewards.0.weight=2"]), "cpu")
+    assert (one.name, one.weight, one.reward.spec.name) == ("shapes-verifier", 2.0, "shapes-verifier")
+
+
+def test_prompts_of_the_recipe() -> None:
+    data = build.build_prompts(load_recipe("shapes/flow_grpo_guided", ["prompts.count=12"]))
+    assert len({p.text for p in data.prompts}) == 12
+    assert (data.per_iteration, data.group_size, data.negative) == (8, 8, "")
+
+
+def test_renders_of_the_shapes_world_are_made_once(tmp_path: Path, workers: Workers) -> None:
+    recipe = load_recipe("shapes/sft", [f"training.output={tmp_path}", "dataset.count=6", "algorithm.batch_size=4"])
+    (tmp_path / "dataset" / ".shapes-6-0.partial").mkdir(parents=True)  # of an earlier run that was interrupted
+    data = build.build_pairs(recipe, workers)
+    assert len(data.pairs) == 6 and data.batch_size == 4
+    images = data.pairs.images(range(6))
+    assert images.shape == (6, 1, 3, 64, 64)
+    listing = tmp_path / "dataset" / "shapes-6-0" / "metadata.jsonl"
+    written = listing.stat().st_mtime_ns
+    torch.testing.assert_close(build.build_pairs(recipe, workers).pairs.images(range(6)), images)
+    assert listing.stat().st_mtime_ns == written
+    assert [p.name for p in (tmp_path / "dataset").iterdir()] == ["shapes-6-0"]
+
+
+def test_nothing_to_resume(tmp_path: Path, workers: Workers) -> None:
+    recipe = load_recipe("shapes/flow_grpo", [f"training.output={tmp_path / 'none'}"])
+    with pytest.raises(FlowAlignError, match="holds no checkpoint"):
+        build.train(recipe, resume=True, workers=workers)

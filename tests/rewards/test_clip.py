@@ -1,0 +1,116 @@
+"""PickScore and CLIPScore on tiny random weights, against an independent computation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+from flowalign.rewards import registry
+from flowalign.rewards.clip import preprocess
+from flowalign.types import FlowAlignError
+
+SIZE = 32
+PROMPTS = ["a red cat", "two dogs and a very " + "long " * 40 + "sentence", "café"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A folder with a CLIP of 40,000 parameters and a tokenizer of single bytes and one merge."""
+    folder = tmp_path_factory.mktemp("clip")
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = list(bytes_to_unicode().values())
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "ca", "<|startoftext|>", "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    CLIPTokenizer(vocab=vocab, merges=[("c", "a")], model_max_length=24).save_pretrained(folder)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": vocab["<|startoftext|>"], "eos_token_id": vocab["<|endoftext|>"]}
+    config = CLIPConfig(
+        text_config={**small, **ends, "vocab_size": len(vocab), "max_position_embeddings": 24},
+        vision_config={**small, "image_size": SIZE, "patch_size": 8},
+        projection_dim=16,
+    )
+    torch.manual_seed(0)
+    model = CLIPModel(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))  # the initial weights are too small to tell pictures apart
+    model.save_pretrained(folder)
+    CLIPImageProcessor(
+        size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
+    ).save_pretrained(folder)
+    return folder
+
+
+def pictures(n=3, height=40, width=56):
+    """Byte-valued pictures with structure at several scales."""
+    y, x = np.mgrid[0:height, 0:width] / 10
+    base = np.stack([np.sin(x * (i + 1)) * np.cos(y) for i in range(3)], -1)
+    stack = np.stack([base * (0.5 + 0.5 * i) + i for i in range(n)])
+    return ((stack - stack.min()) / (stack.max() - stack.min()) * 255).round().astype(np.uint8)
+
+
+def media_of(arrays):
+    return torch.from_numpy(arrays).permute(0, 3, 1, 2)[:, None].float() / 255
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 56), (64, 33), (32, 32), (21, 50), (97, 64)])
+def test_preprocessing_is_that_of_the_hugging_face_processor(weights, height: int, width: int) -> None:
+    processor = CLIPImageProcessor.from_pretrained(weights)
+    arrays = pictures(2, height, width)
+    theirs = processor([Image.fromarray(a) for a in arrays], return_tensors="pt")["pixel_values"]
+    ours = preprocess(media_of(arrays)[:, 0], SIZE, processor.image_mean, processor.image_std)
+    assert ours.shape == theirs.shape == (2, 3, SIZE, SIZE)
+    # They round to bytes after resizing: half a byte in units of the smallest std, and not a pixel's shift.
+    assert (ours - theirs).abs().max() <= 0.51 / 255 / min(processor.image_std) + 1e-6
+
+
+@pytest.mark.parametrize("name", ["pickscore", "clipscore"])
+def test_scores_equal_an_independent_computation(weights, name: str) -> None:
+    reward = registry.create(name, path=str(weights), processor=str(weights))
+    arrays = pictures()
+    scores = reward(media_of(arrays), PROMPTS).score
+    model, tokenizer = CLIPModel.from_pretrained(weights).eval(), CLIPTokenizer.from_pretrained(weights)
+    pixels = CLIPImageProcessor.from_pretrained(weights)([Image.fromarray(a) for a in arrays], return_tensors="pt")
+    tokens = tokenizer(PROMPTS, padding=True, truncation=True, max_length=24, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(pixel_values=pixels["pixel_values"], **tokens).logits_per_image.diagonal()
+        expected = logits if name == "pickscore" else logits / model.logit_scale.exp()
+    assert torch.allclose(scores, expected, rtol=2e-3, atol=2e-3)
+    assert scores.dtype == torch.float32 and scores.std() > 1e-3
+    if name == "clipscore":
+        assert (scores.abs() <= 1).all()
+
+
+def test_the_gradient_to_pixels_is_that_of_finite_differences(weights) -> None:
+    reward = registry.create("pickscore", path=str(weights), processor=str(weights))
+    media = (media_of(pictures(1)) * 0.8 + 0.1).requires_grad_(True)
+    (gradient,) = torch.autograd.grad(reward(media, PROMPTS[:1]).score.sum(), media)
+    assert not any(p.requires_grad for p in reward.clip.model.parameters())
+    direction = torch.randn(media.shape, generator=torch.Generator().manual_seed(0))
+    step = 1e-2
+    with torch.no_grad():
+        up, down = (reward(media + sign * step * direction * 0.1, PROMPTS[:1]).score for sign in (1, -1))
+    numeric = float(up - down) / (2 * step * 0.1)
+    analytic = float((gradient * direction).sum())
+    assert analytic == pytest.approx(numeric, rel=2e-2)
+    assert abs(analytic) > 1e-2
+
+
+def test_a_video_scores_the_mean_of_its_frames_and_batches_do_not_mix(weights) -> None:
+    reward = registry.create("clipscore", path=str(weights))
+    frames = media_of(pictures(3))
+    singles = torch.stack([reward(frames[i : i + 1], PROMPTS[:1]).score[0] for i in range(3)])
+    video = reward(frames.transpose(0, 1), PROMPTS[:1]).score
+    assert torch.allclose(video, singles.mean()[None], atol=1e-6)
+    batch = reward(frames, PROMPTS).score
+    assert torch.allclose(batch[1], reward(frames[1:2], PROMPTS[1:2]).score[0], atol=1e-6)
+
+
+def test_missing_weights_give_one_sentence(tmp_path) -> None:
+    with pytest.raises(FlowAlignError, match=r"'clipscore'.*cannot be loaded") as caught:
+        registry.create("clipscore", path=str(tmp_path / "none"))
+    assert "\n" not in str(caught.value)
