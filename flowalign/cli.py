@@ -74,6 +74,15 @@ def _precision(command: argparse.ArgumentParser) -> None:
     command.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the model's weights")
 
 
+def _sequence_length(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--max-sequence-length",
+        type=_positive,
+        metavar="N",
+        help="tokens of the long text encoder; left out: the pipeline's own default",
+    )
+
+
 def _size(command: argparse.ArgumentParser) -> None:
     command.add_argument("--height", type=_positive, help="in pixels; left out: the model's own")
     command.add_argument("--width", type=_positive, help="in pixels; left out: the model's own")
@@ -90,6 +99,7 @@ def _sample(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=_non_negative, default=0, help="same seed, same pictures")
     command.add_argument("--num-images", type=_positive, default=1, metavar="N", help="pictures of each prompt")
     _size(command)
+    _sequence_length(command)
     _precision(command)
     command.add_argument("--out", default="out", help="folder for the pictures")
 
@@ -115,6 +125,7 @@ def _evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--steps", type=_positive, default=10, help="denoising steps")
     command.add_argument("--guidance", type=_at_least_one, default=1.0, help="classifier-free guidance; 1 = off")
     _size(command)
+    _sequence_length(command)
     _precision(command)
     command.add_argument("--out", default="runs/evaluate", help="folder for the report and the pictures")
 

@@ -37,7 +37,6 @@ from transformers import (
     T5EncoderModel,
     T5Tokenizer,
 )
-
 from validate_shapes import rates
 
 from flowalign.data.worlds import shapes
@@ -91,7 +90,12 @@ def as_float(images: Tensor) -> Tensor:
 
 
 def train_vae(work: Path, settings: Settings) -> AutoencoderKL:
-    """AutoencoderKL with L1 + MSE + KL (per latent value), scaled and shifted to latents of mean 0 and deviation 1."""
+    """AutoencoderKL whose latents are easy to generate, scaled and shifted to mean 0 and deviation 1.
+
+    Loss: L1 + MSE + KL (per latent value) + the squared error of a linear map from latents to the image shrunk to their
+    size. The last term makes latents a thumbnail with details; without it they are an arbitrary code (a linear map
+    explains half of the thumbnail), and the transformer needs several times as many steps.
+    """
     if (work / "vae").exists():
         return AutoencoderKL.from_pretrained(work / "vae")
     recipe = settings.vae
@@ -112,22 +116,32 @@ def train_vae(work: Path, settings: Settings) -> AutoencoderKL:
         use_post_quant_conv=False,
         force_upcast=False,
     ).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=recipe["lr"], weight_decay=1e-4)
+    thumbnail = nn.Conv2d(recipe["latent_channels"], 3, 1)  # not kept
+    parameters = [*vae.parameters(), *thumbnail.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=recipe["lr"], weight_decay=1e-4)
     start = time.time()
     for step in range(recipe["steps"]):
         batch = as_float(images[torch.randint(len(images), (recipe["batch"],), generator=generator)])
         posterior = vae.encode(batch.contiguous(memory_format=torch.channels_last)).latent_dist
-        output = vae.decode(posterior.sample(generator)).sample
+        latents = posterior.sample(generator)
+        output = vae.decode(latents).sample
         divergence = posterior.kl().mean() / posterior.mean[0].numel()
+        shrunk = F.avg_pool2d(batch, 4)
         loss = F.l1_loss(output, batch) + F.mse_loss(output, batch) + recipe["kl"] * divergence
+        loss = loss + recipe["thumbnail"] * F.mse_loss(thumbnail(latents), shrunk)
         optimizer.param_groups[0]["lr"] = one_cycle(step, recipe["steps"], recipe["lr"])
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         if step % 100 == 0:
             mse = F.mse_loss(output, batch).item()
-            print(f"vae {step} loss {loss.item():.4f} mse {mse:.5f} {time.time() - start:.0f} s", flush=True)
+            error = F.mse_loss(thumbnail(latents), shrunk).item()
+            deviations = f"{posterior.mean.std().item():.2f} {posterior.std.mean().item():.2f}"
+            print(
+                f"vae {step} mse {mse:.5f} thumbnail {error:.5f} latents {deviations} {time.time() - start:.0f} s",
+                flush=True,
+            )
     vae.eval()
     with torch.no_grad():
         latents = torch.cat([vae.encode(as_float(images[i : i + 64])).latent_dist.mean for i in range(0, 2048, 64)])
@@ -139,25 +153,30 @@ def train_vae(work: Path, settings: Settings) -> AutoencoderKL:
 # ---------------------------------------------------------------- tokenizer and text towers
 
 
-def build_tokenizer(settings: Settings) -> CLIPTokenizer:
-    """A CLIP tokenizer with a byte alphabet, in which each word of the world is one token.
-
-    CLIP's layout of ids: bytes, bytes that end a word, merges, begin, end. The alphabet is complete (a word the world
-    does not know is spelled out), because an unknown piece would become the end token and cut the caption there.
-    """
+def world_words() -> list[str]:
+    """The words of all captions, sorted."""
     captions = {
         shapes.caption(spec)
         for skill in shapes.SKILLS
         for split in ("train", "held_out")
         for spec in shapes.all_specs(skill, split)
     }
-    words = sorted({word for text in captions for word in text.split()})
+    return sorted({word for text in captions for word in text.split()})
+
+
+def build_tokenizer(settings: Settings) -> CLIPTokenizer:
+    """A CLIP tokenizer with a byte alphabet, in which each word of the world is one token.
+
+    CLIP's layout of ids: bytes, bytes that end a word, merges, begin, end. The alphabet is complete (a word the world
+    does not know is spelled out), because an unknown piece would become the end token and cut the caption there.
+    """
     trained = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     trained.normalizer = normalizers.Lowercase()
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trained.decoder = decoders.ByteLevel()
     trained.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=10_000, min_frequency=1, end_of_word_suffix="</w>", show_progress=False)
+        world_words(),
+        trainers.BpeTrainer(vocab_size=10_000, min_frequency=1, end_of_word_suffix="</w>", show_progress=False),
     )
     merges = [tuple(merge) for merge in json.loads(trained.to_str())["model"]["merges"]]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -219,8 +238,15 @@ def build_silent_t5(settings: Settings) -> tuple[T5EncoderModel, T5Tokenizer]:
     for parameter in tower.parameters():
         parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
     tower.encoder.final_layer_norm.weight.data.zero_()
-    pieces = ["<pad>", "</s>", "<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
-    vocabulary = [(piece, 0.0 if index < 3 else -3.0) for index, piece in enumerate(pieces)]
+    pieces = [
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "\u2581",
+        *"abcdefghijklmnopqrstuvwxyz",
+        *(f"\u2581{word}" for word in world_words()),
+    ]
+    vocabulary = [(piece, -float(index >= 3)) for index, piece in enumerate(pieces)]
     tokenizer = T5Tokenizer(vocab=vocabulary, extra_ids=0, model_max_length=512)
     return tower.eval().requires_grad_(False), tokenizer
 
@@ -252,7 +278,7 @@ class CountedNullAttention:
 
     Without a T5 tower the pipeline appends ``max_sequence_length`` zero tokens to the context. They are equal at every
     layer, so N of them act as one whose attention logit is raised by log N. That makes training short and lets it vary
-    N: the model then works at the pipeline's default of 256 as well as at 16.
+    N: the model then works at the pipeline's default of 256 too.
     """
 
     def __call__(
@@ -323,35 +349,64 @@ def load_latents(work: Path, settings: Settings) -> dict[str, Tensor]:
 
 
 def train_transformer(work: Path, settings: Settings) -> None:
-    """Flow matching on the latents; EMA checkpoints ``transformer-STEP`` and their scores in ``scores.jsonl``."""
-    recipe = settings.transformer
-    steps = recipe["steps"]
-    if (work / f"transformer-{steps}").exists():
-        return
+    """Flow matching in cycles; each starts from the last EMA with its own peak learning rate."""
+    first = 0
+    for cycle in settings.transformer["cycles"]:
+        if not (work / f"transformer-{first + cycle['steps']}").exists():
+            train_cycle(work, settings, first, cycle)
+        first += cycle["steps"]
+
+
+def build_optimizers(model: nn.Module, cycle: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    """AdamW; with ``muon: true`` Muon (arXiv 2502.16982) for the matrices of attention and feed-forward layers."""
+    hidden = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if cycle.get("muon")
+        and parameter.ndim == 2
+        and "transformer_blocks" in name
+        and (".attn" in name or ".ff" in name)
+    }
+    others = [parameter for name, parameter in model.named_parameters() if name not in hidden]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.99), weight_decay=0.01)]
+    if hidden:
+        optimizers.append(torch.optim.Muon(hidden.values(), weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def train_cycle(work: Path, settings: Settings, first: int, cycle: dict[str, Any]) -> None:
+    """One cycle from step ``first``; EMA checkpoints ``transformer-STEP`` and their scores in ``scores.jsonl``."""
+    recipe, steps = settings.transformer, cycle["steps"]
     data = load_latents(work, settings)
     model, average = new_transformer(settings), new_transformer(settings).requires_grad_(False)
+    if first:
+        stored = SD3Transformer2DModel.from_pretrained(work / f"transformer-{first}").state_dict()
+        model.load_state_dict(stored)
+        average.load_state_dict(stored)
     for block in model.transformer_blocks:
         block.attn.set_processor(CountedNullAttention())
         block.compile()  # float32: at this width faster on a CPU than bfloat16 with its casts
     pipe = new_pipeline(work, settings, average)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["lr"], betas=(0.9, 0.99), weight_decay=0.01)
-    generator = torch.Generator().manual_seed(settings.seed)
+    optimizers = build_optimizers(model, cycle)
+    generator = torch.Generator().manual_seed(settings.seed + first)
     start, losses = time.time(), []
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = one_cycle(step, steps, recipe["lr"])
         loss = flow_matching_loss(model, data, recipe, generator)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = one_cycle(step, steps, cycle["peak"])
+            optimizer.step()
         decay = min(recipe["ema"], (1.0 + step) / (10.0 + step))
         torch._foreach_lerp_(list(average.parameters()), [p.detach() for p in model.parameters()], 1.0 - decay)
         losses.append(loss.item())
-        if step % 100 == 0:
-            print(f"transformer {step} loss {np.mean(losses[-100:]):.4f} {time.time() - start:.0f} s", flush=True)
-        if (step + 1) % recipe["save_every"] == 0:
-            average.save_pretrained(work / f"transformer-{step + 1}")
-            row = {"step": step + 1, "loss": float(np.mean(losses[-500:])), "seconds": time.time() - start}
+        done = first + step + 1
+        if done % 100 == 0:
+            print(f"transformer {done} loss {np.mean(losses[-100:]):.4f} {time.time() - start:.0f} s", flush=True)
+        if done % recipe["save_every"] == 0 or step + 1 == steps:
+            average.save_pretrained(work / f"transformer-{done}")
+            row = {"step": done, "loss": float(np.mean(losses[-500:])), "seconds": time.time() - start}
             row |= {"held_out": accuracy(pipe, settings, 1.0)}
             with (work / "scores.jsonl").open("a") as lines:
                 lines.write(json.dumps(row) + "\n")
@@ -368,8 +423,9 @@ def flow_matching_loss(
     noise = torch.randn(clean.shape, generator=generator)
     sigma = torch.sigmoid(torch.randn(batch, generator=generator))
     caption = data["caption"][index] * (torch.rand(batch, generator=generator) >= recipe["drop"])
-    # The number of zero tokens that the pipeline appends: log-uniform from 16 to 256.
-    null_bias = torch.log(torch.tensor(16.0)) * (1.0 + torch.rand(batch, generator=generator))
+    # The number of zero tokens that the pipeline appends: mostly 16, now and then its default of 256. Many of them take
+    # attention away from the image, so that equal shares would cost accuracy.
+    null_bias = torch.where(torch.rand(batch, generator=generator) < recipe["long_context"], 256.0, 16.0).log()
     weight = sigma[:, None, None, None]
     velocity = model(
         (1.0 - weight) * clean + weight * noise,
@@ -420,7 +476,7 @@ def accuracy(
     texts = shapes.prompts(split, settings.evaluation["prompts"], 0)
     verdict = verify(sample(pipe, texts, settings, guidance, seed, nulls), texts)
     skills = np.array([shapes.parse(text).skill for text in texts])
-    result = {skill: round(float(verdict.strict[skills == skill].mean()), 4) for skill in sorted(set(skills))}
+    result = {skill: round(float(verdict.strict[skills == skill].mean()), 4) for skill in sorted(set(skills.tolist()))}
     return result | {"strict": round(float(verdict.strict.mean()), 4), "soft": round(float(verdict.soft.mean()), 4)}
 
 
@@ -433,6 +489,8 @@ def export(work: Path, out: Path, settings: Settings) -> None:
     pipe.to(torch.float16).save_pretrained(out, safe_serialization=True)
     write_slow_files(pipe.tokenizer, out / "tokenizer")
     write_slow_files(pipe.tokenizer_2, out / "tokenizer_2")
+    for path in out.rglob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes them readable by their owner only
     pipe = StableDiffusion3Pipeline.from_pretrained(out, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     change = (sample(pipe, texts, settings, 1.0) - before).abs().max().item()
@@ -465,19 +523,28 @@ def measure(pipe: StableDiffusion3Pipeline, work: Path, settings: Settings) -> d
             for name, module in pipe.components.items()
             if isinstance(module, nn.Module)
         },
-        "training": next(row for row in scores if row["step"] == settings.chosen_step),
+        "training": training_row(scores, settings),
     }
 
 
+def training_row(scores: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
+    """The chosen checkpoint's row, with the seconds of the cycles before it added."""
+    row = dict(next(row for row in scores if row["step"] == settings.chosen_step))
+    ends = np.cumsum([cycle["steps"] for cycle in settings.transformer["cycles"]]).tolist()
+    row["seconds"] += sum(other["seconds"] for other in scores if other["step"] in ends and other["step"] < row["step"])
+    return row
+
+
 def model_card(numbers: dict[str, Any], settings: Settings) -> str:
-    """README.md of the folder."""
+    """README.md of the folder, from ``shapes_sd3_card.md``."""
     skills = ["color", "counting", "position", "binding", "single", "strict", "soft"]
     table = [f"| prompts | {' | '.join(skills)} |", f"|---|{'---|' * len(skills)}"]
     for name, row in numbers["accuracy"].items():
         table.append(f"| {name} | {' | '.join(f'{row[key]:.3f}' if key in row else '-' for key in skills)} |")
     verifier, training, parameters = numbers["verifier"], numbers["training"], numbers["parameters"]
     recipe, evaluation = settings.transformer, settings.evaluation
-    return CARD.format(
+    template = (ROOT / "scripts" / "shapes_sd3_card.md").read_text()
+    return template.format(
         table="\n".join(table),
         sizes="\n".join(f"| {name} | {count:,} |" for name, count in parameters.items()),
         renders=settings.renders,
@@ -485,9 +552,8 @@ def model_card(numbers: dict[str, Any], settings: Settings) -> str:
         vae_batch=settings.vae["batch"],
         vae_mse=verifier["vae_mse"],
         steps=training["step"],
-        all_steps=recipe["steps"],
+        cycles=" + ".join(f"{cycle['steps']} (peak {cycle['peak']})" for cycle in recipe["cycles"]),
         batch=recipe["batch"],
-        lr=recipe["lr"],
         ema=recipe["ema"],
         loss=training["loss"],
         seconds=training["seconds"],
@@ -502,61 +568,6 @@ def model_card(numbers: dict[str, Any], settings: Settings) -> str:
     )
 
 
-CARD = """---
-license: apache-2.0
-library_name: diffusers
-pipeline_tag: text-to-image
----
-# shapes-sd3
-
-A tiny Stable Diffusion 3: a real, trained flow-matching pipeline that plain diffusers loads, small enough to be aligned with
-rewards on a laptop's processor in minutes. It draws 64x64 images of flowalign's shapes world: circles, squares, triangles and
-crosses in six colours, from captions such as "a red circle left of a blue square" or "three cyan crosses".
-
-```python
-from diffusers import StableDiffusion3Pipeline
-pipe = StableDiffusion3Pipeline.from_pretrained("flowalign/assets/shapes-sd3")
-image = pipe("a red circle and a blue square", num_inference_steps=10, guidance_scale=3.0, max_sequence_length=16).images[0]
-```
-
-`max_sequence_length` is the number of tokens of the third tower. That tower, a T5 in full models, is silent here: its output is
-exactly zero, as when a pipeline is loaded with `text_encoder_3=None`. The model was trained for any number of such tokens from 16
-to 256 (the default); 16 is fastest.
-
-## Parts
-| part | parameters |
-|---|---|
-{sizes}
-
-Weights are stored in fp16. The transformer has 6 blocks of width 128 (4 heads, RMS-normalised queries and keys), patch 2 on
-4x16x16 latents. The two CLIP towers are frozen at seeded random weights. The tokenizer has a byte alphabet and one token for each
-word of the world; 16 tokens at most. The scheduler is FlowMatchEulerDiscreteScheduler with shift {shift}.
-
-## Training
-By `scripts/build_shapes_sd3.py`, seeded, on two CPU cores, on {renders:,} renders of the world and nothing else.
-- Autoencoder: {vae_steps} steps of batch {vae_batch}, L1 + MSE + KL. Squared error on fresh renders {vae_mse:.6f} (RGB in [0, 1]).
-- Transformer: EMA ({ema}) of step {steps} of {all_steps}, batch {batch}, AdamW {lr}, one cycle; flow matching with a logit-normal
-  sigma, a tenth of the captions dropped. Loss {loss:.4f} (mean of the last 500 steps), {seconds:.0f} s.
-
-## Accuracy
-Strict accuracy of the exact verifier, {prompts} prompts x 2 seeds, {sampler_steps} Euler steps. Held-out prompts ask for combinations of colour
-and shape, shape relations or counts that training never showed. The checkpoint is not the best that training can give: it was
-chosen to leave head-room for alignment.
-
-{table}
-
-## Verifier
-On 10,000 fresh renders: right {direct:.2%}, after a round trip through the autoencoder {after_vae:.2%}; wrong captions (one attribute
-changed) accepted {wrong:.2%}, after the round trip {wrong_vae:.2%}.
-
-The stored fp16 folder, loaded in fp32, gives the images of the pipeline before it was saved up to {reload:.1g}.
-
-## Limits
-It knows the 24 words of its world and nothing else, in lower-case captions of the grammar of `flowalign.data.worlds.shapes`. Its
-faults are real: wrong counts, merged or doubled objects, swapped attributes, now and then a deformed shape.
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=Path, default=ROOT / "scripts" / "shapes_sd3.yaml")
@@ -566,6 +577,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = Settings(**yaml.safe_load(arguments.settings.read_text()))
     arguments.work.mkdir(parents=True, exist_ok=True)
+    torch.set_flush_denormal(True)
     stages = STAGES if arguments.stage is None else (arguments.stage,)
     for stage in stages:
         if stage == "data":

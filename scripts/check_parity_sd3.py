@@ -33,7 +33,8 @@ PNG_TOLERANCE = 1 / 255  # a difference of 1e-4 may fall on either side of a rou
 def differences(path: str, height: int | None, width: int | None) -> Iterator[tuple[str, float, float]]:
     """(what, largest difference, tolerance) of each comparison, in fp32."""
     model = load_model(path)
-    pipe = StableDiffusion3Pipeline.from_pretrained(resolve(path))
+    # Without a dtype, transformers would load text encoders in that of their files, and not all of them have the same.
+    pipe = StableDiffusion3Pipeline.from_pretrained(resolve(path), torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     side = pipe.default_sample_size * pipe.vae_scale_factor
     height, width = height or side, width or side

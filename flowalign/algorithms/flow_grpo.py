@@ -79,6 +79,10 @@ class FlowGRPOSettings:
         low, high = self.window_range
         if self.num_steps < 2:
             raise ValueError(f"num_steps: {self.num_steps} leaves no step to train, since the last one never is; use >= 2")
+        if self.window == "random" and high > self.num_steps:
+            raise ValueError(
+                f"window_range: [{low}, {high}) ends beyond the {self.num_steps} steps; lower its end or raise num_steps"
+            )
         if self.window == "random" and low + self.window_size > min(high, self.num_steps - 1):
             raise ValueError(
                 f"window_size: {self.window_size} steps do not fit into window_range [{low}, {high}) of {self.num_steps} "

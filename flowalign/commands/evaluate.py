@@ -39,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
     for label, file in zip(labels, [None, *files], strict=True):
         # Loaded afresh for each: no adapter can leave a trace in the next.
         model = load_model(
-            args.model, dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32, device=device
+            args.model,
+            dtype=torch.bfloat16 if args.precision == "bf16" else torch.float32,
+            device=device,
+            max_sequence_length=args.max_sequence_length,
         )
         if file is not None:
             load_lora(model, file)
@@ -134,7 +137,11 @@ def differences(before: Evaluation, after: Evaluation) -> dict[str, dict[str, fl
     """Paired differences with 95 % intervals that resample prompts; prints them too."""
     found = {}
     for name, value in after.values.items():
-        found[name] = paired_bootstrap(before.values[name], value, after.prompt)._asdict()
+        try:
+            found[name] = paired_bootstrap(before.values[name], value, after.prompt)._asdict()
+        except FlowAlignError as error:  # the scores themselves are worth keeping
+            print(f"  {name:28s} no interval: {error}")
+            continue
         print(
             f"  {name:28s} {found[name]['mean']:+.4f} [{found[name]['low']:+.4f}, {found[name]['high']:+.4f}] to base"
         )

@@ -21,7 +21,9 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "diffusers" and recipe.tuning.kind != "lora":
         raise FlowAlignError(f"export {folder}: tuning is {recipe.tuning.kind!r} and has no LoRA; use --format merged")
     if args.weights == "ema" and state.ema is None:
-        raise FlowAlignError(f"export {folder}: holds no averaged weights; use --weights current, or train with ema_decay")
+        raise FlowAlignError(
+            f"export {folder}: holds no averaged weights; use --weights current, or train with ema_decay"
+        )
     model = build.build_model(recipe, "cpu")
     WeightSets(model.transformer).load(None, state.ema if args.weights == "ema" and state.ema else state.trainable)
     if args.format == "diffusers":

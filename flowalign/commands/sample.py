@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.progress import track
 
 from flowalign.commands.evaluate import lora_file, native_size
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     sigmas = schedule.diffusers_shift(args.steps, model.shift)
     jobs = list(product(range(len(texts)), range(args.seed, args.seed + args.num_images)))
     media = []
-    for start in track(range(0, len(jobs), BATCH), description="sampling"):
+    for start in track(range(0, len(jobs), BATCH), "sampling", console=Console(stderr=True), transient=True):
         chosen = jobs[start : start + BATCH]
         cond = model.encode([texts[p] for p, _ in chosen], None if args.guidance == 1 else args.negative).to(device)
         # A leading 1 and the model's dtype, as the pipeline draws its latents: other calls draw other numbers.

@@ -150,6 +150,8 @@ def write(out: Path, rows: Sequence[Row], columns: Sequence[str]) -> None:
 def summary(name: str, values: Sequence[float], is_reward: bool) -> str:
     """Mean, spread and how many have no number; a sub-score that does not apply is not invalid."""
     known = torch.tensor([v for v in values if math.isfinite(v)], dtype=torch.float64)
+    if not known.numel() and not is_reward:
+        return f"{name}: applies to no picture"
     if not known.numel():
         return f"{name}: nothing could be scored, {len(values)} invalid"
     invalid = f", {len(values) - known.numel()} invalid" if is_reward else f", of {known.numel()} pictures"

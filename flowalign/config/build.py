@@ -38,7 +38,12 @@ def build_model(recipe: Recipe, device: torch.device | str) -> Model:
     settings, tuning = recipe.model, recipe.tuning
     # Weights in training stay float32; frozen ones may be as coarse as the arithmetic.
     coarse = settings.precision == "bf16" and tuning.kind == "lora"
-    model = load_model(settings.path, dtype=torch.bfloat16 if coarse else torch.float32, device=device)
+    model = load_model(
+        settings.path,
+        dtype=torch.bfloat16 if coarse else torch.float32,
+        device=device,
+        max_sequence_length=settings.max_sequence_length,
+    )
     model.latent_shape(settings.height, settings.width)  # refuses a size before anything is sampled
     if tuning.kind == "lora":
         lora.add_lora(model, rank=tuning.rank, alpha=tuning.alpha, targets=tuning.targets, seed=recipe.training.seed)

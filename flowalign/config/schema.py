@@ -23,12 +23,16 @@ LEARNS_FROM_DATA = (SFTSettings,)
 
 @settings
 class ModelSettings:
-    """``path``: "shapes-sd3" is the embedded model; else a diffusers folder or a hub name."""
+    """``path``: "shapes-sd3" is the embedded model; else a diffusers folder or a hub name.
+
+    ``max_sequence_length``: tokens of the long text encoder; null = the pipeline's own default (256 for SD3).
+    """
 
     path: Name
     precision: Literal["fp32", "bf16"]
     height: Pixels
     width: Pixels
+    max_sequence_length: PositiveInt | None = None
     activation_checkpointing: bool = False
 
 

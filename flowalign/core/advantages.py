@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,15 @@ def group(rewards: Tensor, groups: Tensor, std: AdvantageStd = "group", eps: flo
     Returns:
         (N,) float32. A group whose rewards are all equal (see `zero_variance`) gets exactly 0.
     """
-    valid, index, count = _groups(rewards, groups)
-    value = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
-    mean = torch.zeros_like(count).index_add_(0, index, value) / count.clamp(min=1)
-    centred = torch.where(valid, value - mean[index], torch.zeros_like(value))
+    if std not in ("group", "global"):
+        raise ValueError(f"advantages.group: std {std!r}; expected 'group' or 'global'")
+    s = _statistics(rewards, groups)
     if std == "global":
-        known = value[valid]
-        scale = known.std(correction=0) if known.numel() else value.new_zeros(())
+        known = rewards[s.valid].double()
+        scale = known.std(correction=0) if known.numel() else s.std.new_zeros(())
     else:
-        scale = _group_std(centred, index, count)[index]
-    advantage = centred / (scale + eps)
+        scale = s.std
+    advantage = s.centred / (scale + eps)
     return torch.where(zero_variance(rewards, groups), torch.zeros_like(advantage), advantage).float()
 
 
@@ -42,22 +41,32 @@ def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     The tolerance is 1e-6 of the group's mean, or of 1 where that is smaller: a constant group may have a tiny standard
     deviation in float32, so that comparing with 0 misses it. A group with fewer than two valid rewards counts too.
     """
-    valid, index, count = _groups(rewards, groups)
-    value = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
-    mean = torch.zeros_like(count).index_add_(0, index, value) / count.clamp(min=1)
-    centred = torch.where(valid, value - mean[index], torch.zeros_like(value))
-    spread = _group_std(centred, index, count)
-    return (spread <= ZERO_VARIANCE_TOLERANCE * mean.abs().clamp(min=1))[index]
+    s = _statistics(rewards, groups)
+    return s.std <= ZERO_VARIANCE_TOLERANCE * s.mean.abs().clamp(min=1)
 
 
-def _groups(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class _Statistics(NamedTuple):
+    """Of the valid rewards of each sample's own group; all (N,), float64 but for ``valid``."""
+
+    valid: Tensor
+    mean: Tensor
+    centred: Tensor  # reward - mean; 0 where invalid
+    std: Tensor  # population
+
+
+def _statistics(rewards: Tensor, groups: Tensor) -> _Statistics:
     if rewards.ndim != 1 or rewards.shape != groups.shape:
-        raise ValueError(f"advantages: rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)}; expected (N,) both")
+        raise ValueError(
+            f"advantages: rewards {tuple(rewards.shape)} and groups {tuple(groups.shape)}; expected (N,) both"
+        )
     valid = torch.isfinite(rewards)
     unique, index = torch.unique(groups, return_inverse=True)
-    count = torch.zeros(unique.shape[0], dtype=torch.float64, device=rewards.device)
-    return valid, index, count.index_add_(0, index, valid.double())
 
+    def mean_of(value: Tensor) -> Tensor:
+        total = torch.zeros(unique.shape[0], dtype=torch.float64, device=rewards.device)
+        return (total.index_add(0, index, value) / total.index_add(0, index, valid.double()).clamp(min=1))[index]
 
-def _group_std(centred: Tensor, index: Tensor, count: Tensor) -> Tensor:
-    return (torch.zeros_like(count).index_add_(0, index, centred.square()) / count.clamp(min=1)).sqrt()
+    value = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
+    mean = mean_of(value)
+    centred = torch.where(valid, value - mean, torch.zeros_like(value))
+    return _Statistics(valid, mean, centred, mean_of(centred.square()).sqrt())

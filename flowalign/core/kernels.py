@@ -99,6 +99,8 @@ def log_prob(gaussian: Gaussian, x: Tensor, form: LogProbForm = "gaussian") -> T
     Raises:
         ValueError: form "gaussian" where a std is 0, i.e. a deterministic step, which has no density.
     """
+    if form not in ("gaussian", "unscaled"):
+        raise ValueError(f"log_prob: form {form!r}; expected 'gaussian' or 'unscaled'")
     square = (x.detach().float() - gaussian.mean.float()).square().flatten(1).mean(1)
     if form == "unscaled":
         return -square

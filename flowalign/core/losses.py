@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ def kl(form: KLForm, current: Evaluation, reference: Evaluation, step_size: Tens
     Args:
         step_size: (n,) delta = sigma - sigma_next, used by flow_grpo only.
     """
+    if form not in get_args(KLForm):
+        raise ValueError(f"kl: unknown form {form!r}; expected one of {', '.join(get_args(KLForm))}")
     if form in ("k2", "k3"):
         difference = current.log_prob - reference.log_prob
         return difference.square() / 2 if form == "k2" else torch.expm1(-difference) + difference

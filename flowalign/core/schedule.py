@@ -49,7 +49,10 @@ def diffusers_shift(num_steps: int, shift: float) -> Tensor:
 
 def sigmas(name: ScheduleName, num_steps: int, shift: float) -> Tensor:
     """The grid called ``name``; see `linear_shift` and `diffusers_shift`."""
-    return linear_shift(num_steps, shift) if name == "linear_shift" else diffusers_shift(num_steps, shift)
+    grids = {"linear_shift": linear_shift, "diffusers": diffusers_shift}
+    if name not in grids:
+        raise ValueError(f"schedule: unknown name {name!r}; expected one of {', '.join(grids)}")
+    return grids[name](num_steps, shift)
 
 
 def _check(num_steps: int, shift: float) -> None:

@@ -10,6 +10,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
+from flowalign.models.verbosity import quiet
 from flowalign.types import Conditioning, FlowAlignError
 
 TIMESTEPS = 1000
@@ -22,21 +23,25 @@ SEQUENCE_LENGTH = 256
 class SD3:
     """Adapter of `StableDiffusion3Pipeline`; satisfies `models.base.Model`.
 
+    It computes in the dtype of the frozen weights, exactly as the pipeline does; a caller that wants the fp32 adapter
+    of a bf16 model to run in bf16 too puts `torch.autocast` around `velocity`.
+
     Args:
-        pipe: a loaded pipeline. Its modules are frozen and put into eval mode.
+        pipe: a loaded `StableDiffusion3Pipeline`. Its modules are frozen and put into eval mode.
         max_sequence_length: tokens of the T5 text encoder, or zero tokens in its place where the pipeline has none.
     """
 
     family = "sd3"
-    lora_targets = ATTENTION
+    # The joint attention, as Flow-GRPO (2505.05470) trains it; not the second, image-only attention of SD3.5 medium.
+    lora_targets = tuple(f"attn.{name}" for name in ATTENTION)
 
-    def __init__(self, pipe: StableDiffusion3Pipeline, max_sequence_length: int | None = None) -> None:
+    def __init__(self, pipe: Any, max_sequence_length: int | None = None) -> None:
         self._pipe = pipe
         self.max_sequence_length = max_sequence_length or SEQUENCE_LENGTH
-        self.transformer: nn.Module = pipe.transformer
-        self.shift = float(pipe.scheduler.config.shift)
-        for module in (self.transformer, pipe.vae, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
-            if module is not None:
+        self.transformer: nn.Module = self._pipe.transformer
+        self.shift = float(self._pipe.scheduler.config.shift)
+        for module in self._pipe.components.values():
+            if isinstance(module, nn.Module):
                 module.eval().requires_grad_(False)
 
     @classmethod
@@ -47,17 +52,34 @@ class SD3:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_sequence_length: int | None = None,
+        text_encoder_3: bool = True,
     ) -> SD3:
         """Loads a diffusers folder or hub name.
+
+        Args:
+            dtype: of all weights.
+            max_sequence_length: None = 256, as in the pipeline's own call.
+            text_encoder_3: False leaves the T5 text encoder out, which takes most of SD3's memory; zeros stand for it.
 
         Raises:
             FlowAlignError: a file of the pipeline is missing or broken.
         """
         try:
-            pipe = StableDiffusion3Pipeline.from_pretrained(str(path), torch_dtype=dtype)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise FlowAlignError(f"model {str(path)!r}: diffusers cannot load it ({reason}); fetch it again") from None
+            index = StableDiffusion3Pipeline.load_config(str(path))
+            # diffusers loads a pipeline that was saved without a T5 only where the call says so too.
+            if not text_encoder_3 or index.get("text_encoder_3", [None])[0] is None:
+                parts: dict[str, Any] = {"text_encoder_3": None, "tokenizer_3": None}
+            else:
+                parts = {}
+            load: Any = StableDiffusion3Pipeline.from_pretrained
+            with quiet():
+                pipe = load(str(path), torch_dtype=dtype, **parts)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise FlowAlignError(
+                f"model {str(path)!r}: diffusers cannot load it ({reason}); expected a whole Stable Diffusion 3 "
+                "pipeline: fetch it again"
+            ) from None
         if pipe.scheduler.config.get("use_dynamic_shifting"):
             raise FlowAlignError(
                 f"model {str(path)!r}: its scheduler shifts with the resolution, expected one fixed shift; set "
@@ -72,17 +94,17 @@ class SD3:
         Raises:
             FlowAlignError: a side that does not divide into patches, or a picture larger than the position grid.
         """
-        config = self.transformer.config
-        unit = self._pipe.vae_scale_factor * config.patch_size
-        largest = unit * config.pos_embed_max_size
-        if height < unit or width < unit or height % unit or width % unit or max(height, width) > largest:
+        config: Any = self.transformer.config
+        factor = int(self._pipe.vae_scale_factor)
+        unit = factor * int(config.patch_size)
+        largest = unit * int(config.pos_embed_max_size or 1_000_000)
+        if any(side < unit or side % unit or side > largest for side in (height, width)):
             near = [min(max(unit, round(side / unit) * unit), largest) for side in (height, width)]
             raise FlowAlignError(
                 f"model: height {height} and width {width}; expected multiples of {unit} up to {largest}, such as "
                 f"{near[0]} and {near[1]}"
             )
-        factor = self._pipe.vae_scale_factor
-        return (config.in_channels, height // factor, width // factor)
+        return (int(config.in_channels), height // factor, width // factor)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative: str | None = None) -> Conditioning:
@@ -102,10 +124,10 @@ class SD3:
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         """Velocity (B, C, H, W) float32 at ``sigma`` (B,)."""
-        dtype = self._pipe.transformer.dtype
+        dtype = self._pipe.transformer.dtype  # of the base: ``transformer`` may be wrapped
         output: Tensor = transformer(
             hidden_states=x.to(dtype),
-            timestep=sigma * TIMESTEPS,
+            timestep=sigma.float() * TIMESTEPS,
             encoder_hidden_states=cond.tensors["embeds"].to(dtype),
             pooled_projections=cond.tensors["pooled"].to(dtype),
             return_dict=False,
@@ -129,7 +151,8 @@ class SD3:
             raise ValueError(f"sd3.encode_media: media has shape {tuple(media.shape)}, expected (B, 1, 3, H, W)")
         vae = self._pipe.vae
         mean: Tensor = vae.encode((media[:, 0] * 2 - 1).to(vae.dtype)).latent_dist.mean
-        return (mean.float() - vae.config.shift_factor) * vae.config.scaling_factor
+        latents: Tensor = (mean.float() - vae.config.shift_factor) * vae.config.scaling_factor
+        return latents
 
     def pipeline(self) -> Any:
         """The diffusers pipeline around these very modules."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowalign.models.lora import WeightSets
 from flowalign.training.distributed import Workers
@@ -155,29 +155,6 @@ def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
     return loaded
 
 
-def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copies ``tensors`` into ``parameters``, all of them or none.
-
-    Raises:
-        FlowAlignError: names or shapes differ; names the first.
-    """
-    for name in [*parameters, *tensors]:
-        if name not in tensors:
-            raise FlowAlignError(
-                f"{where}: has no {name}, which this model trains; resume with the recipe that wrote it"
-            )
-        if name not in parameters:
-            raise FlowAlignError(f"{where}: holds {name}, which this model does not train; resume with its own recipe")
-        if parameters[name].shape != tensors[name].shape:
-            raise FlowAlignError(
-                f"{where}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(parameters[name].shape)}; "
-                "resume with the recipe that wrote it"
-            )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
     """State of an optimiser by parameter name; ``names`` in the order of its parameters."""
     state = optimizer.state_dict()["state"]
@@ -255,9 +232,12 @@ def resume(folder: Path, learner: Learner, weights: WeightSets, iterations: int)
         raise FlowAlignError(
             f"{where}: has {has}, against training.ema_decay {learner.ema_decay}; resume with its recipe"
         )
-    restore_parameters(learner.parameters, state.trainable, where)
+    try:
+        weights.load(None, state.trainable)
+        if state.ema is not None:
+            weights.load("ema", state.ema)
+    except FlowAlignError as error:
+        raise FlowAlignError(f"{where}: {error}") from None
     restore_optimizer(learner.optimizer, list(learner.parameters), state.optimizer, where)
-    if state.ema is not None:
-        weights.load("ema", state.ema)
     learner.steps = state.steps
     return state.iteration

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from flowalign.types import FlowAlignError
+
+STARTED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""torchrun and MPI tell each process that there are others."""
+
+
+def launched_count(command: Sequence[str]) -> int | None:
+    """Processes that an ``accelerate launch`` command line, or its configuration file, asks for; None = it does not "
+    "say."""
+    words = [part for word in command for part in word.split("=", 1)]
+    options = {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(words) if name.startswith("--")}
+    count = options.get("num_processes")
+    if count is None and "config_file" in options:
+        count = yaml.safe_load(Path(options["config_file"]).read_text(encoding="utf-8")).get("num_processes")
+    return None if count is None else int(count)
+
+
+def start_missing_processes() -> None:
+    """Replaces this process by all that ``accelerate launch --cpu --num_processes N`` was asked for.
+
+    accelerate (1.15) sets up the rendezvous for N processes on a CPU, but starts only one, without a word: a run would
+    silently be a run of one process. Everywhere else this does nothing.
+
+    Raises:
+        FlowAlignError: more than one was asked for, but how many cannot be found out.
+    """
+    asked = "MASTER_PORT" in os.environ and os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    if not asked or any(name in os.environ for name in STARTED):
+        return
+    import psutil  # type: ignore[import-untyped]
+
+    count = launched_count(psutil.Process(os.getppid()).cmdline())
+    if count is None:
+        raise FlowAlignError(
+            "accelerate launch --cpu: started one process where more were asked for; give --num_processes on the "
+            "command line, or use torchrun --nproc_per_node"
+        )
+    if count > 1:
+        script = ["--module", *sys.orig_argv[2:]] if sys.orig_argv[1] == "-m" else sys.orig_argv[1:]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+        os.execv(sys.executable, [sys.executable, *launcher, *script])
 
 
 class Workers:
@@ -21,6 +67,7 @@ class Workers:
     """
 
     def __init__(self, device: Literal["cpu"] | None = None) -> None:
+        start_missing_processes()
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
 
@@ -56,7 +103,9 @@ class Workers:
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """``module`` whose backward pass averages gradients over all processes; itself where there is but one."""
-        prepared: nn.Module = self._accelerator.prepare_model(module)
+        with warnings.catch_warnings():  # torch 2.14 renames broadcast_buffers; accelerate passes the old name
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            prepared: nn.Module = self._accelerator.prepare_model(module)
         return prepared
 
     def unwrap(self, module: nn.Module) -> nn.Module:

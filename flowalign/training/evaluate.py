@@ -148,10 +148,13 @@ def paired_bootstrap(
     Raises:
         FlowAlignError: fewer than two groups have a pair.
     """
-    difference = (after.double() - before.double()).cpu().numpy()
     labels = np.asarray(groups if isinstance(groups, Sequence) else groups.cpu().numpy())
-    if difference.shape != labels.shape or difference.ndim != 1:
-        raise ValueError(f"paired_bootstrap: scores {difference.shape} and groups {labels.shape}; expected (N,) each")
+    if not before.shape == after.shape == labels.shape or before.ndim != 1:
+        raise ValueError(
+            f"paired_bootstrap: scores {tuple(before.shape)} and {tuple(after.shape)}, groups {labels.shape}; "
+            "expected (N,) each"
+        )
+    difference = (after.double() - before.double()).cpu().numpy()
     known = np.isfinite(difference)
     _, index = np.unique(labels[known], return_inverse=True)
     counts = np.bincount(index)

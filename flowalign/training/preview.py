@@ -21,7 +21,7 @@ INK, MUTED, PAPER, FRAME = (32, 33, 36), (110, 114, 120), (255, 255, 255), (208,
 RIGHT, WRONG = (38, 156, 78), (212, 58, 52)
 SIDE = 128
 """Smallest height of a picture in a grid; smaller ones are scaled up by a whole number."""
-GAP, PADDING, BADGE = 6, 18, 22
+GAP, PADDING, BADGE = 6, 18, 18
 
 
 @dataclass(frozen=True)
@@ -116,21 +116,22 @@ def _draw_cell(cell: Cell) -> Image.Image:
     width = sum(p.width for p in pictures) + GAP * (len(pictures) - 1)
     font, small = _font(15), _font(12)
     lines = _wrap(cell.caption, font, width)
-    above = _line_height(small) + 4 if cell.labels else 0
+    above = BADGE + 4 if any(mark is not None for mark in cell.marks) else _line_height(small) + 4 if cell.labels else 0
     height = above + pictures[0].height + 8 + len(lines) * _line_height(font)
     canvas = Image.new("RGB", (width, height), PAPER)
     draw = ImageDraw.Draw(canvas)
     x = 0
     for i, picture in enumerate(pictures):
         if cell.labels:
-            draw.text((x + picture.width / 2, 0), cell.labels[i], MUTED, small, anchor="ma")
+            draw.text((x + picture.width / 2, above / 2), cell.labels[i], MUTED, small, anchor="mm")
         canvas.paste(picture, (x, above))
         mark = cell.marks[i] if cell.marks else None
         box = (x, above, x + picture.width - 1, above + picture.height - 1)
         color = FRAME if mark is None else RIGHT if mark else WRONG
         draw.rectangle(box, outline=color, width=1 if mark is None else 2)
         if mark is not None:
-            _badge(canvas, (box[2] - BADGE - 3, box[3] - BADGE - 3), mark)
+            # Beside the picture, not on it, where it might hide an object.
+            _badge(canvas, (box[2] + 1 - BADGE, 1), mark)
         x += picture.width + GAP
     for i, line in enumerate(lines):
         draw.text((width / 2, above + pictures[0].height + 8 + i * _line_height(font)), line, INK, font, anchor="ma")

@@ -306,21 +306,25 @@ class ReplayCheck:
         return None
 
     def _rounding(self) -> str | None:
-        """Rounding after the log-density lowers the log-ratio by q^2 / (2 s^2), q the rms rounding error."""
+        """Rounding by e after the log-density moves the log-ratio by -mean(2 s z e + e^2) / (2 s^2).
+
+        Over noise z of D elements, with q the rms of e, its rms is sqrt(q^2 / (s^2 D) + q^4 / (4 s^4)).
+        """
         if self.plan.storage == torch.float32:
             return None
-        index = torch.cat(list(self._first()))
-        batch = self.batch.select(index)
+        batch = self.batch.select(torch.cat(list(self._first())))
         x_next = batch.items["x_next"].float()
         unit = torch.finfo(self.plan.storage).eps * torch.exp2(x_next.abs().clamp(min=1e-30).log2().floor())
-        variance = (unit.square() / 12).flatten(1).mean(1)
-        std = self._gaussian(batch, self.plan.guidance).std.float().flatten()
-        scale = 2 * std.square() if self.plan.log_prob == "gaussian" else torch.ones_like(std)
-        expected = float(-(variance / scale).mean())
-        observed = float(self.algorithm.replay(self.policy, batch).mean())
+        q_square = (unit.square() / 12).flatten(1).mean(1)
+        s_square = self._gaussian(batch, self.plan.guidance).std.float().flatten().square()
+        per_unit = 1 / (2 * s_square) if self.plan.log_prob == "gaussian" else torch.ones_like(s_square)
+        dimension = x_next[0].numel()
+        moved = (4 * s_square * q_square / dimension + q_square.square()) * per_unit.square()
+        expected = float(moved.mean().sqrt())
+        observed = float(self.algorithm.replay(self.policy, batch).square().mean().sqrt())
         if 0.5 < observed / expected < 2:
             return (
-                f"states were rounded to {self.plan.storage} after their log-density was taken (mean log-ratio "
+                f"states were rounded to {self.plan.storage} after their log-density was taken (log-ratios of rms "
                 f"{observed:.2e}, rounding alone gives {expected:.2e}); round first, or use storage float32"
             )
         return None

@@ -16,6 +16,7 @@ from flowalign.config.load import load_recipe, shipped_recipes
 from flowalign.core import schedule
 from flowalign.training.distributed import Workers
 from flowalign.types import FlowAlignError
+from tests.training.toy import ToyModel
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +78,28 @@ def test_nothing_to_resume(tmp_path: Path, workers: Workers) -> None:
     recipe = load_recipe("shapes/flow_grpo", [f"training.output={tmp_path / 'none'}"])
     with pytest.raises(FlowAlignError, match="holds no checkpoint"):
         build.train(recipe, resume=True, workers=workers)
+
+
+@pytest.mark.parametrize("name", [n for n in shipped_recipes() if n.startswith("shapes/")])
+def test_a_recipe_becomes_a_run(name: str, tmp_path: Path, workers: Workers) -> None:
+    changes = [
+        "training.iterations=2",
+        f"training.output={tmp_path}",
+        "tuning={kind: full}",
+        "training.checkpoint_every=1",
+    ]
+    if name == "shapes/sft":
+        changes += ["dataset.count=4", "algorithm.batch_size=4"]
+    else:
+        changes += ["prompts.count=4", "prompts.per_iteration=2", "prompts.group_size=2"]
+    recipe = load_recipe(name, changes)
+    model = cast(Any, ToyModel())
+    result = build.train(recipe, workers=workers, model=model)
+    assert result.iteration == 2 and len(result.history) == 2
+    kept = result.checkpoint / "recipe.yaml"
+    assert load_recipe(kept) == recipe, "what a checkpoint keeps is the recipe that made it"
+    with pytest.raises(FlowAlignError, match=r"training\.output|earlier run"):
+        build.train(recipe, workers=workers, model=cast(Any, ToyModel()))
+    longer = load_recipe(kept, ["training.iterations=3"])
+    resumed = build.train(longer, resume=True, workers=workers, model=cast(Any, ToyModel()))
+    assert resumed.iteration == 3 and len(resumed.history) == 1

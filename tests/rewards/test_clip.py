@@ -39,9 +39,7 @@ def weights(tmp_path_factory):
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p))  # the initial weights are too small to tell pictures apart
     model.save_pretrained(folder)
-    CLIPImageProcessor(
-        size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}
-    ).save_pretrained(folder)
+    CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE}).save_pretrained(folder)
     return folder
 
 
@@ -64,8 +62,9 @@ def test_preprocessing_is_that_of_the_hugging_face_processor(weights, height: in
     theirs = processor([Image.fromarray(a) for a in arrays], return_tensors="pt")["pixel_values"]
     ours = preprocess(media_of(arrays)[:, 0], SIZE, processor.image_mean, processor.image_std)
     assert ours.shape == theirs.shape == (2, 3, SIZE, SIZE)
-    # They round to bytes after resizing: half a byte in units of the smallest std, and not a pixel's shift.
-    assert (ours - theirs).abs().max() <= 0.51 / 255 / min(processor.image_std) + 1e-6
+    # They round to bytes after each of two passes, half a byte each, and we do not; a shift by one pixel is 10 bytes.
+    difference = (ours - theirs).abs() * 255 * min(processor.image_std)
+    assert difference.max() <= 1.2 and difference.mean() <= 0.4
 
 
 @pytest.mark.parametrize("name", ["pickscore", "clipscore"])

@@ -1,6 +1,6 @@
 """The shapes world: seeded scenes of coloured shapes, their captions, their 64x64 renders and the splits.
 
-Captions follow GenEval's skills (arXiv 2310.11513) in a closed grammar; ``caption`` and ``parse`` are each other's inverse:
+Captions follow GenEval's skills (arXiv 2310.11513) in a closed grammar; ``parse`` is the inverse of ``caption``:
 
     single    "a circle"                                    colour free
     color     "a red circle"
@@ -63,7 +63,7 @@ HELD_OUT_COUNTS = frozenset({(3, "triangle"), (4, "circle")})
 
 _MARGIN = 2.0  # pixels between an object and the border
 _GAP = 3.0  # pixels between the bounding boxes of two objects
-_RADII = {1: (8.0, 12.0), 2: (8.0, 11.0), 3: (7.0, 10.0), 4: (6.5, 8.5)}  # number of objects -> radius range in pixels
+_RADII = {1: (10.0, 14.0), 2: (9.0, 12.0), 3: (8.0, 10.0), 4: (7.5, 9.0)}  # number of objects -> radius range in pixels
 _NOUNS = {**{shape: shape for shape in SHAPES}, **{plural: shape for shape, plural in PLURALS.items()}}
 _NUMBERS = {word: count for count, word in COUNTS.items()}
 _ONE = rf"a (?:({'|'.join(COLORS)}) )?({'|'.join(SHAPES)})"
