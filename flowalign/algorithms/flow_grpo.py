@@ -6,7 +6,7 @@ with each other; steps of those that did better than their group become more lik
     A_i = (R_i - mean_group) / (std + 1e-4),    r = exp(log p(x'|x) - log p_old(x'|x))
     loss = max(-A r, -A clip(r, 1 - c, 1 + c)) + kl_weight KL(current, reference)
 
-Deviation from the authors' code: in a full window the last step is deterministic, so that rewards see no residual noise.
+Deviation from the authors' code: in a full window the last step is deterministic; rewards see no residual noise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flowalign.core import advantages, guidance, kernels, losses, sampling, schedule
+from flowalign.core.losses import Evaluation
 from flowalign.types import (
     Batch,
     Examples,
@@ -78,27 +79,31 @@ class FlowGRPOSettings:
     def __post_init__(self) -> None:
         low, high = self.window_range
         if self.num_steps < 2:
-            raise ValueError(f"num_steps: {self.num_steps} leaves no step to train, since the last one never is; use >= 2")
+            raise ValueError(
+                f"num_steps: {self.num_steps} leaves no step to train, since the last one never is; use >= 2"
+            )
         if self.window == "random" and high > self.num_steps:
             raise ValueError(
-                f"window_range: [{low}, {high}) ends beyond the {self.num_steps} steps; lower its end or raise num_steps"
+                f"window_range: [{low}, {high}) ends beyond the {self.num_steps} steps; lower its end"
             )
         if self.window == "random" and low + self.window_size > min(high, self.num_steps - 1):
             raise ValueError(
-                f"window_size: {self.window_size} steps do not fit into window_range [{low}, {high}) of {self.num_steps} "
-                "steps, the last of which is never trained; lower window_size or widen window_range"
+                f"window_size: {self.window_size} steps do not fit into window_range [{low}, {high}) of {self.num_steps}"
+                " steps, the last of which is never trained; lower window_size or widen window_range"
             )
         if self.kernel == "ode":
             raise ValueError("kernel: 'ode' is deterministic and has no density to train; use flow, dance, cps or sage")
         if self.level <= 0:
-            raise ValueError(f"level: {self.level} makes the trained steps deterministic; expected a noise level above 0")
+            raise ValueError(
+                f"level: {self.level} makes the trained steps deterministic; expected a noise level above 0"
+            )
         if self.kernel == "cps" and self.level >= 1:
             raise ValueError(f"level: {self.level} replaces all noise at each cps step; expected a level in (0, 1)")
         if self.clip_range <= 0:
             raise ValueError(f"clip_range: {self.clip_range}; expected a number above 0")
         if (self.kl == "none") != (self.kl_weight == 0):
             raise ValueError(
-                f"kl_weight: {self.kl_weight} with kl {self.kl!r}; expected both a form and a weight above 0, or neither"
+                f"kl_weight: {self.kl_weight} with kl {self.kl!r}; expected a form and a weight above 0, or neither"
             )
 
 
@@ -180,7 +185,7 @@ class FlowGRPO:
         """Log-ratio (n,) of the current weights to those that drew the samples: 0 before the first update."""
         return self._evaluate(policy.current, batch).log_prob - batch.items["log_prob"]
 
-    def _evaluate(self, velocity: VelocityFn, batch: Batch) -> losses.Evaluation:
+    def _evaluate(self, velocity: VelocityFn, batch: Batch) -> Evaluation:
         s, items = self.settings, batch.items
         gaussian, v = sampling.replay_transition(
             guidance.classifier_free(velocity, s.guidance),
@@ -192,4 +197,4 @@ class FlowGRPO:
             level=s.level,
             sigma_cap=float(self.sigmas[1]),
         )
-        return losses.Evaluation(gaussian, v, kernels.log_prob(gaussian, items["x_next"].float(), s.log_prob))
+        return Evaluation(gaussian, v, kernels.log_prob(gaussian, items["x_next"].float(), s.log_prob))

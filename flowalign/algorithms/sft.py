@@ -1,6 +1,6 @@
 """Supervised fine-tuning by flow matching on captioned images (Lipman et al., 2210.02747; SD3's density, 2403.03206).
 
-    loss = mean (v(x_sigma, sigma, caption) - (noise - clean))^2,    x_sigma = (1 - sigma) clean + sigma noise
+loss = mean (v(x_sigma, sigma, caption) - (noise - clean))^2,    x_sigma = (1 - sigma) clean + sigma noise
 """
 
 from __future__ import annotations
@@ -52,12 +52,16 @@ class SFT:
             raise TypeError("sft learns from Examples, got a Rollout")
         clean = samples.clean
         sources = [rng.generator(key, "sft") for key in samples.keys]
-        sigma = torch.cat([schedule.logit_normal(g, 1, self.settings.sigma_mean, self.settings.sigma_std) for g in sources])
+        sigma = torch.cat(
+            [schedule.logit_normal(g, 1, self.settings.sigma_mean, self.settings.sigma_std) for g in sources]
+        )
         sigma = sigma.to(clean.device)
         noise = rng.normal(sources, clean.shape[1:], clean.device)
         items = {"x": path.interpolate(clean, noise, sigma), "sigma": sigma, "target": path.velocity(clean, noise)}
         count = clean.shape[0]
-        return Batch(items, torch.arange(count, device=clean.device), samples.cond, torch.ones(count, device=clean.device))
+        return Batch(
+            items, torch.arange(count, device=clean.device), samples.cond, torch.ones(count, device=clean.device)
+        )
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         cond = batch.cond.select(batch.sample)

@@ -107,9 +107,7 @@ def _mean(evaluation: Evaluation) -> float:
     return float(_strict(evaluation).nanmean())
 
 
-def _report(
-    before: Evaluation, after: Evaluation, difference: Difference, texts: Sequence[str]
-) -> dict[str, object]:
+def _report(before: Evaluation, after: Evaluation, difference: Difference, texts: Sequence[str]) -> dict[str, object]:
     """Accuracies are shares in [0, 1]; the interval is that of their difference."""
     skill = [shapes.parse(texts[i]).skill for i in before.prompt.tolist()]
     rows = {name: torch.tensor([s == name for s in skill]) for name in sorted(set(skill))}

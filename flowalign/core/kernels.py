@@ -10,7 +10,7 @@ and differ in s^2 only:
     flow   a^2 sigma / (1 - sigma) delta                                  Flow-GRPO, 2505.05470
     dance  eta^2 delta                                                    DanceGRPO, 2505.07818
     sage   eta^2 (ln((1 - sigma') / (1 - sigma)) - delta)                 SAGE-GRPO: the integral of flow's diffusion
-    cps    std = sigma' sin(eta pi / 2), mean = (1 - sigma') clean + sqrt(sigma'^2 - std^2) noise     Flow-CPS, 2509.05952
+    cps    std = sigma' sin(eta pi / 2), mean = (1 - sigma') clean + sqrt(sigma'^2 - std^2) noise   Flow-CPS, 2509.05952
 
 cps keeps the noise energy sigma'^2 exactly, but not the marginals of spread-out data.
 """
@@ -78,9 +78,7 @@ def transition(
     return Gaussian(mean, path.expand(variance.sqrt(), x))
 
 
-def jacobian(
-    kind: KernelName, sigma: Tensor, sigma_next: Tensor, *, level: float | Tensor, sigma_cap: float
-) -> Tensor:
+def jacobian(kind: KernelName, sigma: Tensor, sigma_next: Tensor, *, level: float | Tensor, sigma_cap: float) -> Tensor:
     """``d mean / d velocity``, a scalar per sample: (B,). Arguments as in `transition`."""
     sigma, sigma_next, level = _levels(sigma, sigma_next, level, torch.promote_types(sigma.dtype, torch.float32))
     if kind == "cps":
@@ -106,7 +104,9 @@ def log_prob(gaussian: Gaussian, x: Tensor, form: LogProbForm = "gaussian") -> T
         return -square
     std = gaussian.std.float().flatten()
     if bool((std <= 0).any()):
-        raise ValueError("log_prob: std is 0 for a sample: a deterministic step has no density; record stochastic steps")
+        raise ValueError(
+            "log_prob: std is 0 for a sample: a deterministic step has no density; record stochastic steps"
+        )
     return -square / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
 
 

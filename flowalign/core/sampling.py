@@ -25,7 +25,7 @@ def integrate(
     storage: torch.dtype = torch.float32,
     log_prob_form: LogProbForm = "gaussian",
 ) -> Trajectory:
-    """Denoises ``x`` along ``sigmas``; steps in a sample's window are drawn from ``kernel``, all others are Euler steps.
+    """Denoises ``x`` along ``sigmas``: steps in a sample's window are drawn from ``kernel``, others are Euler steps.
 
     Args:
         x: (B, C, *S) at sigmas[0].
@@ -46,7 +46,9 @@ def integrate(
     """
     batch, num_steps = x.shape[0], sigmas.shape[0] - 1
     if num_steps < 1 or not bool((sigmas.diff() < 0).all()):
-        raise ValueError(f"integrate: sigmas {sigmas.tolist()}; expected a strictly descending grid of at least one step")
+        raise ValueError(
+            f"integrate: sigmas {sigmas.tolist()}; expected a strictly descending grid of at least one step"
+        )
     stochastic, steps = _window_masks(windows, batch, num_steps, kernel, level)
     if windows is not None and noise is None:
         raise ValueError("integrate: windows came without a source of noise; pass noise=")
@@ -104,8 +106,8 @@ def _window_masks(
         return stochastic, torch.zeros(batch, 0, dtype=torch.int64)
     if kernel == "ode" or level <= 0:
         raise ValueError(
-            f"integrate: kernel {kernel!r} with level {level} has no noise in the stochastic window; choose flow, dance, "
-            "cps or sage with a level above 0"
+            f"integrate: kernel {kernel!r} with level {level} has no noise in the stochastic window; choose flow, "
+            "dance, cps or sage with a level above 0"
         )
     if len(windows) != batch or len({window.trained.shape[0] for window in windows}) != 1:
         raise ValueError(

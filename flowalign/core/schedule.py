@@ -34,8 +34,8 @@ def linear_shift(num_steps: int, shift: float) -> Tensor:
 def diffusers_shift(num_steps: int, shift: float) -> Tensor:
     """The grid of diffusers' ``FlowMatchEulerDiscreteScheduler(shift=shift).set_timesteps(num_steps)``.
 
-    It shifts twice: once for the 1,000 training levels, whose ends bound the grid, and once more for the grid itself. Its
-    last level before 0 is therefore tiny (.0089 for shift 3, N = 10). SD3 pipelines sample on it.
+    It shifts twice: once for the 1,000 training levels, whose ends bound the grid, and once more for the grid itself.
+    Its last level before 0 is therefore tiny (.0089 for shift 3, N = 10). SD3 pipelines sample on it.
 
     Returns:
         (N + 1,) float32, descending from 1 to 0.

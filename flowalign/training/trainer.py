@@ -66,6 +66,55 @@ def train(
             gradient that is not finite, an output folder of another run.
     """
     output = checkpoint.claim(training.output, resume, workers)
+    learner, weights = _learner(model, algorithm, optimizer, training, workers, lora, autocast)
+    source = source_of(
+        model,
+        learner.policy,
+        algorithm,
+        data,
+        rewards,
+        workers,
+        training,
+        size,
+    )
+    start = checkpoint.resume(resume, learner, weights, training.iterations) if resume else 0
+    saved, seconds = resume or output, 0.0
+    with metrics.Recorder(output, start, training, recipe_text, active=workers.is_main) as recorder:
+        for done in range(start + 1, training.iterations + 1):
+            clock = metrics.Clock(workers.device)
+            before = replay.fingerprint(model.transformer) if done == start + 1 else None
+            drawn = source.draw(done - 1, clock)
+            with clock.phase("prepare"), torch.no_grad():
+                batch = algorithm.prepare(learner.policy, drawn.samples, drawn.scores)
+            parts = learn.split_updates(batch, algorithm.updates, len(drawn.samples.keys))
+            if before is not None:
+                with clock.phase("replay_check"):
+                    replay.check(
+                        model.transformer, learner, drawn, batch, parts[0], before, training.rollout_batch_size
+                    )
+            with clock.phase("learn"):
+                updates = [learner.update(batch, part, done - 1) for part in parts]
+            values = {**drawn.metrics, **metrics.merge_updates(updates), **clock.summary(source.images)}
+            recorder.write(done - 1, values)
+            seconds += clock.total
+            if training.preview_every and done % training.preview_every == 0 and workers.is_main:
+                preview.write(output, done, model, source, weights, training, workers.device)
+            if done == training.iterations or (training.checkpoint_every and done % training.checkpoint_every == 0):
+                saved = checkpoint.record(output, done, learner, weights, recipe_text, workers)
+    speed = source.images * (training.iterations - start) / seconds
+    return TrainResult(training.iterations, seconds, speed, recorder.history, saved, weights)
+
+
+def _learner(
+    model: Model,
+    algorithm: Algorithm,
+    optimizer: OptimizerSettings,
+    training: TrainingSettings,
+    workers: Workers,
+    lora: bool,
+    autocast: torch.dtype | None,
+) -> tuple[Learner, adapters.WeightSets]:
+    """The learner, and the weight sets "ema" (where asked for) and "reference" (where no adapter can be disabled)."""
     weights = adapters.WeightSets(model.transformer)
     if not lora:
         weights.copy("reference")
@@ -84,39 +133,4 @@ def train(
         training,
         weights,
     )
-    source = source_of(
-        model,
-        policy,
-        algorithm,
-        data,
-        rewards,
-        workers,
-        training,
-        size,
-    )
-    start = checkpoint.resume(resume, learner, weights, training.iterations) if resume else 0
-    saved, seconds = resume or output, 0.0
-    with metrics.Recorder(output, start, training, recipe_text, active=workers.is_main) as recorder:
-        for done in range(start + 1, training.iterations + 1):
-            clock = metrics.Clock(workers.device)
-            before = replay.fingerprint(model.transformer) if done == start + 1 else None
-            drawn = source.draw(done - 1, clock)
-            with clock.phase("prepare"), torch.no_grad():
-                batch = algorithm.prepare(policy, drawn.samples, drawn.scores)
-            parts = learn.split_updates(batch, algorithm.updates, len(drawn.samples.keys))
-            if before is not None:
-                with clock.phase("replay_check"):
-                    replay.check(
-                        model.transformer, learner, drawn, batch, parts[0], before, training.rollout_batch_size
-                    )
-            with clock.phase("learn"):
-                updates = [learner.update(batch, part, done - 1) for part in parts]
-            values = {**drawn.metrics, **metrics.merge_updates(updates), **clock.summary(source.images)}
-            recorder.write(done - 1, values)
-            seconds += clock.total
-            if training.preview_every and done % training.preview_every == 0 and workers.is_main:
-                preview.write(output, done, model, source, weights, training, workers.device)
-            if done == training.iterations or (training.checkpoint_every and done % training.checkpoint_every == 0):
-                saved = checkpoint.record(output, done, learner, weights, recipe_text, workers)
-    speed = source.images * (training.iterations - start) / seconds
-    return TrainResult(training.iterations, seconds, speed, recorder.history, saved, weights)
+    return learner, weights

@@ -69,7 +69,8 @@ def test_what_a_run_writes(workers, tmp_path) -> None:
     expected = {
         "reward_mean", "reward_std", "reward/color_mean", "reward/color_std", "subscore/color/brightness",
         "invalid_share", "zero_variance_share", "ratio", "ratio_deviation_max", "clip_fraction", "loss/policy",
-        "grad_norm", "images_per_second", "seconds", "seconds/rollout", "seconds/score", "seconds/learn", "nfe", "skipped_updates",
+        "grad_norm", "images_per_second", "seconds", "seconds/rollout", "seconds/score", "seconds/learn", "nfe",
+        "skipped_updates",
     }  # fmt: skip
     assert expected <= set(lines[0])
     assert lines[0]["nfe"] == 4 * 16 and lines[0]["skipped_updates"] == 0
