@@ -1,8 +1,8 @@
 """The values that flow through flowalign; every other module speaks in these.
 
 Conventions: ``sigma`` is the noise level in [0, 1] (1 = noise, 0 = clean);
-``x_sigma = (1 - sigma) clean + sigma noise``; ``velocity = noise - clean``. Latents are (B, C, *S), media (B, F, 3, H, W) float32 in [0, 1] where an image has F = 1.
-All values are immutable: functions return new ones.
+``x_sigma = (1 - sigma) clean + sigma noise``; ``velocity = noise - clean``. Latents are (B, C, *S), media
+(B, F, 3, H, W) float32 in [0, 1] where an image has F = 1. All values are immutable: functions return new ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class FlowAlignError(Exception):
-    """A mistake that the user can mend; its message is one sentence: where, what came, what was expected, what to do."""
+    """A mistake that the user can mend; one sentence says where, what came, what was expected and what to do."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

@@ -83,12 +83,10 @@ class FlowGRPOSettings:
                 f"num_steps: {self.num_steps} leaves no step to train, since the last one never is; use >= 2"
             )
         if self.window == "random" and high > self.num_steps:
-            raise ValueError(
-                f"window_range: [{low}, {high}) ends beyond the {self.num_steps} steps; lower its end"
-            )
+            raise ValueError(f"window_range: [{low}, {high}) ends beyond the {self.num_steps} steps; lower its end")
         if self.window == "random" and low + self.window_size > min(high, self.num_steps - 1):
             raise ValueError(
-                f"window_size: {self.window_size} steps do not fit into window_range [{low}, {high}) of {self.num_steps}"
+                f"window_size: {self.window_size} steps do not fit window_range [{low}, {high}) of {self.num_steps}"
                 " steps, the last of which is never trained; lower window_size or widen window_range"
             )
         if self.kernel == "ode":
