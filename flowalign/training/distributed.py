@@ -23,8 +23,11 @@ STARTED = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZ
 
 
 def launched_count(command: Sequence[str]) -> int | None:
-    """Processes that an ``accelerate launch`` command line, or its configuration file, asks for; None = it does not "
-    "say."""
+    """Processes that an ``accelerate launch`` command line, or its configuration file, asks for.
+
+    Returns:
+        The number, or None where it does not say.
+    """
     words = [part for word in command for part in word.split("=", 1)]
     options = {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(words) if name.startswith("--")}
     count = options.get("num_processes")
