@@ -39,7 +39,7 @@ from transformers import (
 )
 from validate_shapes import rates
 
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes, shapes_render
 from flowalign.data.worlds.shapes_verifier import verify
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,6 +52,7 @@ class Settings:
 
     seed: int
     renders: int
+    rare_renders: int
     skill_weights: dict[str, float]
     vae: dict[str, Any]
     text: dict[str, Any]
@@ -75,7 +76,7 @@ def one_cycle(step: int, steps: int, peak: float, warm: float = 0.05) -> float:
 def load_data(work: Path, settings: Settings) -> tuple[Tensor, list[str]]:
     """Training renders (n, 3, 64, 64) uint8 and their captions, rendered once."""
     if not (work / "captions.json").exists():
-        images, texts = shapes.render_many(settings.renders, settings.seed, weights=settings.skill_weights)
+        images, texts = shapes_render.render_many(settings.renders, settings.seed, weights=settings.skill_weights)
         np.save(work / "renders.npy", images.transpose(0, 3, 1, 2))
         (work / "captions.json").write_text(json.dumps(texts))
     return torch.from_numpy(np.load(work / "renders.npy")), json.loads((work / "captions.json").read_text())
@@ -325,12 +326,13 @@ def new_transformer(settings: Settings) -> SD3Transformer2DModel:
     return transformer
 
 
-def load_latents(work: Path, settings: Settings) -> dict[str, Tensor]:
+def load_latents(work: Path, settings: Settings, rare: bool = False) -> dict[str, Tensor]:
     """Normalised latents (n, 4, 16, 16) of the renders, and their captions' conditioning as the pipeline encodes it."""
-    path = work / "latents.pt"
+    path = work / ("latents-rare.pt" if rare else "latents.pt")
     if path.exists():
-        return torch.load(path)
-    images, texts = load_data(work, settings)
+        stored: dict[str, Tensor] = torch.load(path, weights_only=True)
+        return stored
+    images, texts = render_rare(settings) if rare else load_data(work, settings)
     pipe = new_pipeline(work, settings, new_transformer(settings))
     with torch.no_grad():
         chunks = [pipe.vae.encode(as_float(part)).latent_dist.mean for part in images.split(256)]
@@ -348,13 +350,39 @@ def load_latents(work: Path, settings: Settings) -> dict[str, Tensor]:
     return stored
 
 
+def render_rare(settings: Settings) -> tuple[Tensor, list[str]]:
+    """Renders (n, 3, 64, 64) uint8 of training scenes with a rare pair, and their captions."""
+    skills = ("color", "counting", "position", "binding")
+    images, texts = [], []
+    for index in range(settings.rare_renders):
+        rng = np.random.default_rng([settings.seed + 7, index])
+        spec = shapes.sample_spec(rng, skills[index % len(skills)])
+        while not shapes.has_rare_pair(spec):
+            spec = shapes.sample_spec(rng, skills[index % len(skills)])
+        images.append(np.round(shapes_render.render(spec, rng) * 255.0).astype(np.uint8).transpose(2, 0, 1))
+        texts.append(shapes.caption(spec))
+    return torch.from_numpy(np.stack(images)), texts
+
+
+def load_training_set(work: Path, settings: Settings, cycle: dict[str, Any]) -> dict[str, Tensor]:
+    """Latents and conditioning of a cycle; with ``rare: true`` those of rare scenes too."""
+    data = load_latents(work, settings)
+    if not cycle.get("rare"):
+        return data
+    more = load_latents(work, settings, rare=True)
+    joined = {name: torch.cat([data[name], more[name]]) for name in ("latents", "embeds", "pooled")}
+    # Row 0 of the conditioning is the empty caption, which stands for a dropped one.
+    return {**joined, "caption": torch.cat([data["caption"], more["caption"] + len(data["embeds"])])}
+
+
 def train_transformer(work: Path, settings: Settings) -> None:
     """Flow matching in cycles; each starts from the last EMA with its own peak learning rate."""
     first = 0
     for cycle in settings.transformer["cycles"]:
-        if not (work / f"transformer-{first + cycle['steps']}").exists():
+        last = first + cycle.get("stop", cycle["steps"])
+        if not (work / f"transformer-{last}").exists():
             train_cycle(work, settings, first, cycle)
-        first += cycle["steps"]
+        first = last
 
 
 def build_optimizers(model: nn.Module, cycle: dict[str, Any]) -> list[torch.optim.Optimizer]:
@@ -377,7 +405,8 @@ def build_optimizers(model: nn.Module, cycle: dict[str, Any]) -> list[torch.opti
 def train_cycle(work: Path, settings: Settings, first: int, cycle: dict[str, Any]) -> None:
     """One cycle from step ``first``; EMA checkpoints ``transformer-STEP`` and their scores in ``scores.jsonl``."""
     recipe, steps = settings.transformer, cycle["steps"]
-    data = load_latents(work, settings)
+    stop = cycle.get("stop", steps)
+    data = load_training_set(work, settings, cycle)
     model, average = new_transformer(settings), new_transformer(settings).requires_grad_(False)
     if first:
         stored = SD3Transformer2DModel.from_pretrained(work / f"transformer-{first}").state_dict()
@@ -390,7 +419,7 @@ def train_cycle(work: Path, settings: Settings, first: int, cycle: dict[str, Any
     optimizers = build_optimizers(model, cycle)
     generator = torch.Generator().manual_seed(settings.seed + first)
     start, losses = time.time(), []
-    for step in range(steps):
+    for step in range(stop):
         loss = flow_matching_loss(model, data, recipe, generator)
         model.zero_grad()
         loss.backward()
@@ -404,7 +433,7 @@ def train_cycle(work: Path, settings: Settings, first: int, cycle: dict[str, Any
         done = first + step + 1
         if done % 100 == 0:
             print(f"transformer {done} loss {np.mean(losses[-100:]):.4f} {time.time() - start:.0f} s", flush=True)
-        if done % recipe["save_every"] == 0 or step + 1 == steps:
+        if done % recipe["save_every"] == 0 or step + 1 == stop:
             average.save_pretrained(work / f"transformer-{done}")
             row = {"step": done, "loss": float(np.mean(losses[-500:])), "seconds": time.time() - start}
             row |= {"held_out": accuracy(pipe, settings, 1.0)}
@@ -530,7 +559,7 @@ def measure(pipe: StableDiffusion3Pipeline, work: Path, settings: Settings) -> d
 def training_row(scores: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
     """The chosen checkpoint's row, with the seconds of the cycles before it added."""
     row = dict(next(row for row in scores if row["step"] == settings.chosen_step))
-    ends = np.cumsum([cycle["steps"] for cycle in settings.transformer["cycles"]]).tolist()
+    ends = np.cumsum([cycle.get("stop", cycle["steps"]) for cycle in settings.transformer["cycles"]]).tolist()
     row["seconds"] += sum(other["seconds"] for other in scores if other["step"] in ends and other["step"] < row["step"])
     return row
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes, shapes_render
 from flowalign.data.worlds.shapes_verifier import verify
 
 ASSET = Path(__file__).resolve().parent.parent / "flowalign" / "assets" / "shapes-sd3"
@@ -28,8 +28,8 @@ SEED = 77_001
 def rates(vae: AutoencoderKL, n: int, seed: int = SEED) -> dict[str, float]:
     """Shares of right verdicts and of wrong captions accepted on ``n`` renders; the VAE's squared error in [0, 1]."""
     halves = [
-        shapes.render_many(n // 2, seed, "train"),
-        shapes.render_many(n - n // 2, seed + 1, "held_out"),
+        shapes_render.render_many(n // 2, seed, "train"),
+        shapes_render.render_many(n - n // 2, seed + 1, "held_out"),
     ]
     images = torch.from_numpy(np.concatenate([half[0] for half in halves])).permute(0, 3, 1, 2).float() / 255.0
     right = [text for half in halves for text in half[1]]

@@ -14,7 +14,7 @@ from flowalign.config.load import dump_recipe
 from flowalign.config.schema import AlgorithmSettings, DatasetSettings, Recipe
 from flowalign.data.pairs import METADATA, PairData, load_pairs
 from flowalign.data.prompts import PromptData, load_prompts
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes_render
 from flowalign.models import load_model, lora
 from flowalign.models.base import Model
 from flowalign.rewards import registry
@@ -114,7 +114,7 @@ def _rendered_shapes(settings: DatasetSettings, output: Path, workers: Workers) 
     if workers.is_main and not (folder / METADATA).is_file():
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        shapes.write_folder(partial, count, settings.seed)
+        shapes_render.write_folder(partial, count, settings.seed)
         partial.rename(folder)
     workers.barrier()
     return folder

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from flowalign.data.pairs import keyed_batch, load_pairs, read_image
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes, shapes_render
 from flowalign.types import FlowAlignError
 
 
@@ -46,7 +46,7 @@ def test_grey_palette_and_transparent_pictures_become_rgb(tmp_path) -> None:
 
 
 def test_the_folder_that_the_world_writes(tmp_path) -> None:
-    shapes.write_folder(tmp_path, 5, seed=0)
+    shapes_render.write_folder(tmp_path, 5, seed=0)
     pairs = load_pairs(tmp_path, height=64, width=64, count=3, seed=1)
     assert len(pairs) == 3
     for text in pairs.texts:

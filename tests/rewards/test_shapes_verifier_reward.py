@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes, shapes_render
 from flowalign.rewards import registry
 from flowalign.types import FlowAlignError
 
 
 def renders(captions):
-    pictures = [shapes.render(shapes.parse(text), np.random.default_rng(i)) for i, text in enumerate(captions)]
+    pictures = [shapes_render.render(shapes.parse(text), np.random.default_rng(i)) for i, text in enumerate(captions)]
     return torch.stack([torch.from_numpy(np.asarray(p)).permute(2, 0, 1) for p in pictures])[:, None].float()
 
 

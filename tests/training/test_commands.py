@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from flowalign.commands import evaluate, score
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes, shapes_render
 from flowalign.types import FlowAlignError
 from tests.models import tiny_sd3
 
@@ -19,7 +19,7 @@ CAPTIONS = ["a red circle", "two blue squares", "a green square left of a red cr
 
 
 def picture(path, caption, seed=0):
-    pixels = shapes.render(shapes.parse(caption), np.random.default_rng(seed))
+    pixels = shapes_render.render(shapes.parse(caption), np.random.default_rng(seed))
     Image.fromarray(np.round(np.asarray(pixels) * 255).astype(np.uint8)).save(path)
 
 

@@ -12,7 +12,7 @@ from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
 from flowalign.algorithms.sft import SFT, SFTSettings
 from flowalign.data.pairs import PairData, load_pairs
 from flowalign.data.prompts import Prompt, PromptData
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes_render
 from flowalign.rewards.combine import WeightedReward
 from flowalign.training import checkpoint
 from flowalign.training.trainer import train
@@ -95,7 +95,7 @@ def test_the_first_update_is_on_policy_and_the_second_is_not(workers, tmp_path) 
 def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: str) -> None:
     data = DATA
     if kind == "sft":
-        shapes.write_folder(tmp_path / "data", 10, seed=0)
+        shapes_render.write_folder(tmp_path / "data", 10, seed=0)
         data = PairData(load_pairs(tmp_path / "data", height=64, width=64), 4)
 
     def algorithm():
@@ -144,7 +144,7 @@ def test_the_reference_pulls(workers, tmp_path) -> None:
 
 
 def test_supervised_loss_falls(workers, tmp_path) -> None:
-    shapes.write_folder(tmp_path / "data", 8, seed=0)
+    shapes_render.write_folder(tmp_path / "data", 8, seed=0)
     data = PairData(load_pairs(tmp_path / "data", height=64, width=64), 8)
     algorithm = SFT(SFTSettings(name="sft", batch_size=8))
     _, result = run(workers, tmp_path / "out", algorithm=algorithm, data=data, rewards=[], iterations=40, lr=2e-2)
@@ -186,7 +186,7 @@ def test_mistakes_are_refused_in_one_sentence(workers, tmp_path) -> None:
 
 
 def _folder(tmp_path):
-    shapes.write_folder(tmp_path / "pairs", 6, seed=0)
+    shapes_render.write_folder(tmp_path / "pairs", 6, seed=0)
     return tmp_path / "pairs"
 
 

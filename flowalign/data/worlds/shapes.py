@@ -1,4 +1,4 @@
-"""The shapes world: seeded scenes of coloured shapes, their captions, their 64x64 renders and the splits.
+"""The shapes world: seeded scenes of coloured shapes, their captions and the splits.
 
 Captions follow GenEval's skills (arXiv 2310.11513) in a closed grammar; ``parse`` is the inverse of ``caption``:
 
@@ -8,23 +8,21 @@ Captions follow GenEval's skills (arXiv 2310.11513) in a closed grammar; ``parse
     position  "a red circle left of a blue square"          left of, right of, above, below
     binding   "a red circle and a blue square"
 
-Training scenes never contain a held-out (colour, shape) pair, shape relation or (count, shape), not even where the
-caption is silent about it; every held-out prompt contains at least one.
+Training never shows a held-out scene, not even where the caption is silent about it. Held out are all scenes with one
+of ``HELD_OUT_RELATIONS`` or ``HELD_OUT_COUNTS``, and half of the scenes with one of ``RARE_PAIRS``.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 Split: TypeAlias = Literal["train", "held_out"]
@@ -47,8 +45,8 @@ SKILLS = ("single", "color", "counting", "position", "binding")
 CONVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 RELATIONS = tuple(CONVERSE)
 
-HELD_OUT_PAIRS = frozenset({("red", "triangle"), ("green", "cross"), ("blue", "circle"), ("yellow", "square")})
-"""(colour, shape) pairs that training never shows: each shape once, with distinct colours."""
+RARE_PAIRS = frozenset({("red", "triangle"), ("green", "cross"), ("blue", "circle"), ("yellow", "square")})
+"""(colour, shape) pairs that training shows in half of their scenes only: each shape once, with distinct colours."""
 HELD_OUT_RELATIONS = frozenset(
     {
         ("circle", "left of", "square"),
@@ -61,9 +59,6 @@ HELD_OUT_RELATIONS = frozenset(
 HELD_OUT_COUNTS = frozenset({(3, "triangle"), (4, "circle")})
 """(count, shape) that training never shows."""
 
-_MARGIN = 2.0  # pixels between an object and the border
-_GAP = 3.0  # pixels between the bounding boxes of two objects
-_RADII = {1: (10.0, 14.0), 2: (9.0, 12.0), 3: (8.0, 10.0), 4: (7.5, 9.0)}  # number of objects -> radius range in pixels
 _NOUNS = {**{shape: shape for shape in SHAPES}, **{plural: shape for shape, plural in PLURALS.items()}}
 _NUMBERS = {word: count for count, word in COUNTS.items()}
 _ONE = rf"a (?:({'|'.join(COLORS)}) )?({'|'.join(SHAPES)})"
@@ -140,25 +135,35 @@ def parse(text: str) -> SceneSpec:
     )
 
 
-def _relation_held_out(shape_a: str, relation: str, shape_b: str) -> bool:
+def relation_held_out(shape_a: str, relation: str, shape_b: str) -> bool:
+    """Whether a relation of two shapes is held out, in either wording ("b right of a" is "a left of b")."""
     triples = {(shape_a, relation, shape_b), (shape_b, CONVERSE[relation], shape_a)}
     return not HELD_OUT_RELATIONS.isdisjoint(triples)
 
 
 def is_held_out(spec: SceneSpec) -> bool:
-    """Whether a scene asks for a held-out pair, relation or count; such scenes are never trained on.
+    """Whether a scene is held out; such scenes are never trained on.
+
+    Of the scenes with a rare pair it is the half whose objects have an even checksum, whatever their order and
+    relation: two objects that are held out together never meet in training.
 
     Args:
         spec: A scene of the grammar.
     Returns:
         True for scenes of the ``held_out`` split, False for those of ``train``.
     """
-    shapes = [obj.shape for obj in spec.objects]
-    return (
-        any((obj.color, obj.shape) in HELD_OUT_PAIRS for obj in spec.objects)
-        or (spec.relation is not None and _relation_held_out(shapes[0], spec.relation, shapes[1]))
-        or (spec.skill == "counting" and (len(shapes), shapes[0]) in HELD_OUT_COUNTS)
-    )
+    first = spec.objects[0]
+    if spec.skill == "counting" and (len(spec.objects), first.shape) in HELD_OUT_COUNTS:
+        return True
+    if spec.relation is not None and relation_held_out(first.shape, spec.relation, spec.objects[1].shape):
+        return True
+    objects = " ".join(sorted(map(_noun_phrase, spec.objects)))
+    return has_rare_pair(spec) and zlib.crc32(f"held out {objects}".encode()) % 2 == 0
+
+
+def has_rare_pair(spec: SceneSpec) -> bool:
+    """Whether a scene asks for one of ``RARE_PAIRS``."""
+    return any((obj.color, obj.shape) in RARE_PAIRS for obj in spec.objects)
 
 
 def all_specs(skill: str, split: Split) -> Iterator[SceneSpec]:
@@ -197,6 +202,11 @@ _TABLE: dict[tuple[str, str], tuple[SceneSpec, ...]] = {
 }
 
 
+def has_scenes(skill: str, split: Split) -> bool:
+    """Whether a skill has scenes in a split."""
+    return bool(_TABLE.get((skill, split)))
+
+
 def _check(skill: str, split: str) -> tuple[SceneSpec, ...]:
     if (skill, split) not in _TABLE:
         raise ValueError(f"skill {skill!r}, split {split!r}: expected a skill of {SKILLS} and 'train' or 'held_out'.")
@@ -228,7 +238,7 @@ def prompts(split: Split, n: int, seed: int, skills: Sequence[str] | None = None
     """Distinct captions, balanced over the skills as far as the skills have enough of them.
 
     The held-out split covers color, counting, position and binding. ``single`` cannot be held out: its caption names
-    only a shape, and a model that never saw a shape has no way to learn its name. Small skills (``color`` has only four
+    only a shape, and a model that never saw a shape has no way to learn its name. Small skills (``color`` has few
     held-out captions) give all that they have, and the others share the rest equally.
 
     Args:
@@ -257,32 +267,6 @@ def prompts(split: Split, n: int, seed: int, skills: Sequence[str] | None = None
     return chosen
 
 
-def signed_distance(shape: str, x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], radius: float) -> FloatArray:
-    """Signed distance to a shape's edge, negative inside (exact but for corners, where it is a lower bound).
-
-    Args:
-        shape: One of ``SHAPES``.
-        x: Offset from the centre to the right, in pixels.
-        y: Offset from the centre downwards, in pixels, broadcastable with ``x``.
-        radius: Half the width of the bounding box in pixels (squares are drawn at .88 of it, to look equally large).
-    Returns:
-        Distances in pixels, of the broadcast shape.
-    """
-    distance: npt.NDArray[np.floating]
-    if shape == "circle":
-        distance = np.hypot(x, y) - radius
-    elif shape == "square":
-        distance = np.maximum(np.abs(x), np.abs(y)) - 0.88 * radius
-    elif shape == "triangle":
-        # Upward isosceles: apex (0, -.9 r), base from (-r, .9 r) to (r, .9 r).
-        slant = (1.8 * np.abs(x) - (y + 0.9 * radius)) / np.hypot(1.8, 1.0)
-        distance = np.maximum(slant, y - 0.9 * radius)
-    else:
-        near, far = np.minimum(np.abs(x), np.abs(y)), np.maximum(np.abs(x), np.abs(y))
-        distance = np.maximum(far - radius, near - 0.36 * radius)
-    return np.asarray(distance, np.float32)
-
-
 def holds(relation: str, dx: float, dy: float, threshold: float = 0.0) -> bool:
     """Whether a relation holds; the four exclude each other.
 
@@ -297,96 +281,6 @@ def holds(relation: str, dx: float, dy: float, threshold: float = 0.0) -> bool:
     along, across = (dx, dy) if relation in ("left of", "right of") else (dy, dx)
     signed = along if relation in ("right of", "below") else -along
     return signed > threshold and signed > abs(across)
-
-
-def _acceptable(spec: SceneSpec, centres: FloatArray, radii: FloatArray) -> bool:
-    """Boxes apart, the stated relation clear, and no held-out relation in a training scene."""
-    offsets = np.abs(centres[:, None] - centres[None]).max(-1) - radii[:, None] - radii[None]
-    if np.any(offsets[np.triu_indices(len(radii), 1)] < _GAP):
-        return False
-    if spec.skill not in ("position", "binding"):
-        return True
-    # A triangle's centre of mass, by which relations are judged, lies .3 r below the middle of its box.
-    fall = [0.3 * radius if obj.shape == "triangle" else 0.0 for obj, radius in zip(spec.objects, radii, strict=True)]
-    dx, dy = float(centres[0, 0] - centres[1, 0]), float(centres[0, 1] + fall[0] - centres[1, 1] - fall[1])
-    if spec.relation is not None:
-        small, large = sorted((abs(dx), abs(dy)))
-        return holds(spec.relation, dx, dy) and large > 1.3 * small + 2.0
-    first, second = spec.objects
-    shown = next((relation for relation in RELATIONS if holds(relation, dx, dy)), None)
-    # A tie between the axes shows no relation; a held-out scene may show what it likes.
-    return shown is None or is_held_out(spec) or not _relation_held_out(first.shape, shown, second.shape)
-
-
-def _place(spec: SceneSpec, rng: np.random.Generator) -> tuple[FloatArray, FloatArray]:
-    """Centres (n, 2) as (x, y) and radii (n,), in pixels, by rejection."""
-    count = len(spec.objects)
-    while True:
-        radii = rng.uniform(*_RADII[count], count).astype(np.float32)
-        low = radii[:, None] + _MARGIN
-        centres = (low + rng.random((64, count, 2)) * (SIZE - 2 * low)).astype(np.float32)
-        for candidate in centres:
-            if _acceptable(spec, candidate, radii):
-                return candidate, radii
-
-
-def _free_color(shape: str, rng: np.random.Generator) -> str:
-    names = [name for name in COLORS if (name, shape) not in HELD_OUT_PAIRS]
-    return names[rng.integers(len(names))]
-
-
-_PIXELS = np.arange(SIZE, dtype=np.float32) + 0.5
-
-
-def render(spec: SceneSpec, rng: np.random.Generator) -> FloatArray:
-    """Draw a scene, anti-aliased, on a light, nearly grey background.
-
-    Where the caption leaves the colour open, any but a held-out one is drawn; where it leaves the arrangement open, a
-    training scene never shows a held-out relation. Nothing touches the border or another object.
-
-    Args:
-        spec: A scene of the grammar.
-        rng: Source of randomness: background, places, sizes, small changes of colour.
-    Returns:
-        RGB image (64, 64, 3) in [0, 1].
-    """
-    background = np.clip(rng.uniform(0.88, 0.98) + rng.uniform(-0.02, 0.02, 3), 0.0, 1.0)
-    image = np.broadcast_to(background.astype(np.float32), (SIZE, SIZE, 3)).copy()
-    centres, radii = _place(spec, rng)
-    for obj, (x, y), radius in zip(spec.objects, centres, radii, strict=True):
-        color = np.asarray(COLORS[obj.color or _free_color(obj.shape, rng)]) + rng.normal(0.0, 0.015, 3)
-        distance = signed_distance(obj.shape, _PIXELS[None, :] - x, _PIXELS[:, None] - y, float(radius))
-        coverage = np.clip(0.5 - distance, 0.0, 1.0)[..., None]
-        image += coverage * (np.clip(color, 0.0, 1.0).astype(np.float32) - image)
-    return image
-
-
-def render_many(
-    n: int, seed: int, split: Split = "train", weights: Mapping[str, float] | None = None
-) -> tuple[npt.NDArray[np.uint8], list[str]]:
-    """Many captioned renders, each from its own generator keyed by (seed, index).
-
-    Args:
-        n: How many.
-        seed: Same arguments, same renders; a longer run begins with the shorter one.
-        split: "train" or "held_out".
-        weights: Skill -> relative frequency; uniform over the split's skills if None.
-    Returns:
-        Images (n, 64, 64, 3) uint8 and their captions.
-    Raises:
-        ValueError: The split is unknown, or a skill with positive weight has no scenes in it.
-    """
-    if weights is None:
-        weights = {skill: 1.0 for skill in SKILLS if _TABLE.get((skill, split))}
-    names, total = list(weights), sum(weights.values())
-    images = np.empty((n, SIZE, SIZE, 3), np.uint8)
-    texts = []
-    for index in range(n):
-        rng = np.random.default_rng([seed, index])
-        spec = sample_spec(rng, str(rng.choice(names, p=[weights[name] / total for name in names])), split)
-        images[index] = np.round(render(spec, rng) * 255.0)
-        texts.append(caption(spec))
-    return images, texts
 
 
 def alter(spec: SceneSpec, rng: np.random.Generator) -> SceneSpec:
@@ -421,22 +315,3 @@ def alter(spec: SceneSpec, rng: np.random.Generator) -> SceneSpec:
     if new in spec.objects:
         return alter(spec, rng)  # it would ask for the other object twice
     return replace(spec, objects=tuple(new if obj == old else obj for obj in spec.objects))
-
-
-def write_folder(path: str | Path, n: int, seed: int, split: Split = "train") -> None:
-    """Write the common dataset folder: PNG files and ``metadata.jsonl`` with {"file_name", "text"} a line.
-
-    Args:
-        path: Folder, made if absent.
-        n: Number of images.
-        seed: Same arguments, same folder.
-        split: "train" or "held_out".
-    """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    images, texts = render_many(n, seed, split)
-    with (folder / "metadata.jsonl").open("w", encoding="utf-8") as lines:
-        for index, (image, text) in enumerate(zip(images, texts, strict=True)):
-            name = f"{index:06d}.png"
-            Image.fromarray(image).save(folder / name)
-            lines.write(json.dumps({"file_name": name, "text": text}) + "\n")

@@ -21,7 +21,7 @@ from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from flowalign.data.worlds import shapes
+from flowalign.data.worlds import shapes, shapes_render
 
 FloatArray = npt.NDArray[np.float32]
 SUB_SCORES = ("object", "color", "count", "position")
@@ -202,7 +202,7 @@ def _templates() -> tuple[FloatArray, FloatArray]:
     apex, which is thinner than a pixel.
     """
     fine = (np.arange(480, dtype=np.float32) + 0.5) / 200.0 - 1.2
-    drawn = [shapes.signed_distance(shape, fine[None, :], fine[:, None], 1.0) <= 0 for shape in shapes.SHAPES]
+    drawn = [shapes_render.signed_distance(shape, fine[None, :], fine[:, None], 1.0) <= 0 for shape in shapes.SHAPES]
     triangle = drawn[_TRIANGLE]
     drawn += [triangle & (fine[:, None] > -0.9 + 1.8 * cut) for cut in (0.1, 0.2)]
     masks, ratios = zip(*(_stretch(inside.astype(np.float32), inside) for inside in drawn), strict=True)
