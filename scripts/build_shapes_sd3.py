@@ -40,12 +40,16 @@ STAGES = ("data", "vae", "latents", "transformer", "export")
 
 
 def export(work: Path, out: Path, settings: Settings) -> None:
-    """Write the folder in fp16, reload it, and measure what the model card states."""
+    """Write the folder, transformer and autoencoder in fp16, reload it, and measure what the model card states."""
     chosen = SD3Transformer2DModel.from_pretrained(work / f"transformer-{settings.chosen_step}").half().float().eval()
     pipe = new_pipeline(work, settings, chosen)
     texts = shapes.prompts("held_out", 8, 1)
     before = sample(pipe, texts, settings, 1.0)
-    pipe.to(torch.float16).save_pretrained(out, safe_serialization=True)
+    pipe.transformer.half()
+    pipe.vae.half()
+    # The small towers stay float32: transformers loads weights in their stored dtype, diffusers in float32 unless told
+    # otherwise, and a pipeline of both would not run.
+    pipe.save_pretrained(out, safe_serialization=True)
     write_slow_files(pipe.tokenizer, out / "tokenizer")
     write_slow_files(pipe.tokenizer_2, out / "tokenizer_2")
     for path in out.rglob("*.safetensors"):
@@ -106,12 +110,12 @@ def model_card(numbers: dict[str, Any], settings: Settings) -> str:
     return template.format(
         table="\n".join(table),
         sizes="\n".join(f"| {name} | {count:,} |" for name, count in parameters.items()),
-        renders=settings.renders,
+        renders=settings.renders + settings.rare_renders,
         vae_steps=settings.vae["steps"],
         vae_batch=settings.vae["batch"],
         vae_mse=verifier["vae_mse"],
         steps=training["step"],
-        cycles=" + ".join(f"{cycle['steps']} (peak {cycle['peak']})" for cycle in recipe["cycles"]),
+        cycles=" + ".join(f"{cycle.get('stop', cycle['steps'])} (peak {cycle['peak']})" for cycle in recipe["cycles"]),
         batch=recipe["batch"],
         ema=recipe["ema"],
         loss=training["loss"],
