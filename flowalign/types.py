@@ -99,7 +99,7 @@ class RolloutPlan:
         kernel: transition of the stochastic steps; all others are deterministic (ode).
         level: noise level of the kernel (a, eta, ...).
         window: from a generator keyed by (seed, iteration, group) to the steps of that group. Every group must get the
-            same number of trained steps.
+            same number of trained steps. None: every step is deterministic and nothing but the end is recorded.
         guidance: classifier-free guidance scale; 1 = off.
         share_noise: all members of a group start from the same x at sigma = 1.
         log_prob: form of the log-density that is recorded.
@@ -107,9 +107,9 @@ class RolloutPlan:
     """
 
     sigmas: Tensor
-    kernel: KernelName
-    level: float
-    window: Callable[[torch.Generator], StepWindow]
+    kernel: KernelName = "ode"
+    level: float = 0.0
+    window: Callable[[torch.Generator], StepWindow] | None = None
     guidance: float = 1.0
     share_noise: bool = False
     log_prob: LogProbForm = "gaussian"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from flowalign.algorithms.base import Algorithm
+from flowalign.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
 from flowalign.algorithms.sft import SFT, SFTSettings
 from flowalign.config.load import dump_recipe
@@ -65,6 +66,8 @@ def build_algorithm(settings: AlgorithmSettings, model: Model) -> Algorithm:
         return SFT(settings)
     if isinstance(settings, FlowGRPOSettings):
         return FlowGRPO(settings, shift=model.shift)
+    if isinstance(settings, DiffusionNFTSettings):
+        return DiffusionNFT(settings, shift=model.shift)
     raise TypeError(f"no algorithm is known for {type(settings).__name__}; add it here")
 
 

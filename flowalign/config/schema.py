@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from annotated_types import Ge, Gt, MinLen, MultipleOf
 from pydantic import Discriminator
 
+from flowalign.algorithms.diffusion_nft import DiffusionNFTSettings
 from flowalign.algorithms.flow_grpo import FlowGRPOSettings
 from flowalign.algorithms.sft import SFTSettings
 from flowalign.training.settings import Name, OptimizerSettings, TrainingSettings
@@ -16,7 +17,7 @@ from flowalign.types import NonNegativeInt, PositiveFloat, PositiveInt, settings
 Pixels: TypeAlias = Annotated[int, Gt(0), MultipleOf(8)]
 """No autoencoder and patch size in use divides a picture more finely."""
 
-AlgorithmSettings: TypeAlias = Annotated[SFTSettings | FlowGRPOSettings, Discriminator("name")]
+AlgorithmSettings: TypeAlias = Annotated[SFTSettings | FlowGRPOSettings | DiffusionNFTSettings, Discriminator("name")]
 LEARNS_FROM_DATA = (SFTSettings,)
 """These need a dataset; all others sample from prompts and need rewards."""
 

@@ -138,7 +138,8 @@ def _chunk(
     own = [rng.generator(seed, iteration, s.prompt, s.repeat) for s in samples]
     shared = [rng.generator(seed, iteration, s.prompt, "start") for s in samples]
     # Keyed by the group: samples whose stochastic steps differ are not comparable.
-    windows = [plan.window(rng.generator(seed, iteration, "window", s.prompt)) for s in samples]
+    window = plan.window
+    windows = window and [window(rng.generator(seed, iteration, "window", s.prompt)) for s in samples]
     trajectory = sampling.integrate(
         guidance.classifier_free(policy.current, plan.guidance),
         rng.normal(shared if plan.share_noise else own, shape, device),
@@ -147,7 +148,7 @@ def _chunk(
         kernel=plan.kernel,
         level=plan.level,
         windows=windows,
-        noise=lambda: rng.normal(own, shape, device),
+        noise=None if window is None else lambda: rng.normal(own, shape, device),
         storage=plan.storage,
         log_prob_form=plan.log_prob,
     )

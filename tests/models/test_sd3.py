@@ -254,6 +254,7 @@ def options(model, **changes):
         "negative": NEGATIVE,
         "seed": 3,
         "num_images": 1,
+        "max_sequence_length": None,
         "height": None,
         "width": None,
         "precision": "fp32",
