@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from flowalign.algorithms.diffusion_nft import DiffusionNFT
 from flowalign.algorithms.flow_grpo import FlowGRPO
 from flowalign.algorithms.sft import SFT
 from flowalign.config import build
@@ -31,10 +32,14 @@ def test_every_shipped_method_is_built_for_its_model(name: str) -> None:
     assert algorithm.updates == recipe.algorithm.updates
     if recipe.algorithm.name == "sft":
         assert isinstance(algorithm, SFT) and algorithm.plan(0) is None
+        return
+    plan = algorithm.plan(0)
+    assert plan is not None
+    torch.testing.assert_close(plan.sigmas, schedule.diffusers_shift(recipe.algorithm.num_steps, 3.0))
+    if recipe.algorithm.name == "diffusion_nft":
+        assert isinstance(algorithm, DiffusionNFT) and plan.window is None
     else:
         assert isinstance(algorithm, FlowGRPO)
-        plan = algorithm.plan(0)
-        torch.testing.assert_close(plan.sigmas, schedule.diffusers_shift(recipe.algorithm.num_steps, 3.0))
         assert (plan.kernel, plan.level, plan.guidance) == (
             recipe.algorithm.kernel,
             recipe.algorithm.level,
