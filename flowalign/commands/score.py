@@ -118,7 +118,7 @@ def _score_batch(batch: Sequence[tuple[Row, Tensor]], rewards: Sequence[Weighted
     texts = [str(row.text) for row, _ in batch]
     for reward in rewards:
         try:
-            columns = combine.score([reward], media, texts, batch_size=BATCH)
+            columns = combine.score([reward], media, texts)
         except FlowAlignError as error:
             for row, _ in batch:
                 row.reason = "; ".join(filter(None, (row.reason, str(error))))

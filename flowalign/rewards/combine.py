@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowalign.rewards.base import Reward, check_media
+from flowalign.rewards.base import Reward
+from flowalign.rewards.judge import Judge, Media, as_judge
 from flowalign.types import FlowAlignError, Metadata
 
 
@@ -17,7 +18,7 @@ class WeightedReward:
     """A reward as a recipe names it; ``weight`` > 0 is its share in the total."""
 
     name: str
-    reward: Reward
+    reward: Reward | Judge
     weight: float = 1.0
 
 
@@ -34,54 +35,30 @@ def weights(rewards: Sequence[WeightedReward]) -> dict[str, float]:
     return {r.name: r.weight if r.reward.spec.higher_is_better else -r.weight for r in rewards}
 
 
-@torch.no_grad()
 def score(
     rewards: Sequence[WeightedReward],
-    media: Tensor,
+    media: Media,
     prompts: Sequence[str],
     metadata: Sequence[Metadata] | None = None,
-    batch_size: int = 32,
 ) -> Columns:
-    """Scores B samples with every reward, ``batch_size`` at a time, without gradients.
-
-    Media that are not finite are invalid (nan) for every reward and are not shown to it.
+    """Scores B samples with every reward, without gradients; see `Judge` for what cannot be scored.
 
     Args:
-        media: (B, F, 3, H, W) in [0, 1].
+        media: (B, F, 3, H, W) in [0, 1], or B tensors (F, 3, H, W) of different sizes.
 
     Raises:
         ValueError: media outside its contract, or a reward that returns other than (B,) numbers.
     """
-    check_media(media, prompts, "rewards")
     names = [r.name for r in rewards]
     if len(set(names)) != len(names):
         raise FlowAlignError(f"rewards: {', '.join(names)} holds a name twice; name each reward once")
-    count = media.shape[0]
-    finite = torch.isfinite(media).flatten(1).all(1).cpu()
-    rows = finite.nonzero().flatten()
     values: dict[str, Tensor] = {}
     subscores: dict[str, Tensor] = {}
     for r in rewards:
-        values[r.name] = torch.full((count,), torch.nan)
-        for chunk in torch.split(rows, batch_size):
-            chosen = [prompts[i] for i in chunk.tolist()]
-            extra = None if metadata is None else [metadata[i] for i in chunk.tolist()]
-            scored = r.reward(media[chunk.to(media.device)], chosen, extra)
-            values[r.name][chunk] = _column(scored.score, len(chosen), r.name)
-            for key, value in scored.subscores.items():
-                column = subscores.setdefault(f"{r.name}/{key}", torch.full((count,), torch.nan))
-                column[chunk] = _column(value, len(chosen), f"{r.name}/{key}")
+        scored = as_judge(r.reward)(media, prompts, metadata)
+        values[r.name] = scored.score
+        subscores |= {f"{r.name}/{key}": value for key, value in scored.subscores.items()}
     return Columns(values, subscores)
-
-
-def _column(value: Tensor, count: int, name: str) -> Tensor:
-    """(count,) float32 on the CPU; infinities are no scores either."""
-    if value.shape != (count,):
-        raise ValueError(
-            f"reward {name!r}: returned shape {tuple(value.shape)} for {count} samples, expected ({count},)"
-        )
-    column = value.detach().float().cpu()
-    return torch.where(torch.isfinite(column), column, torch.full_like(column, torch.nan))
 
 
 def check_invalid_share(values: Mapping[str, Tensor], prompts: Sequence[str], limit: float) -> float:

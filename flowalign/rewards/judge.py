@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from flowalign.rewards.base import Reward, RewardSpec, Scored, check_media
+from flowalign.rewards.base import Reward, Scored, check_media
 from flowalign.rewards.cache import ScoreCache
 from flowalign.types import FlowAlignError, Metadata
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from flowalign.rewards.base import Reward, RewardSpec
+from flowalign.rewards.cache import ScoreCache
+from flowalign.rewards.judge import Judge
 from flowalign.types import FlowAlignError
 
 ENTRY_POINTS = "flowalign.rewards"
@@ -72,8 +74,21 @@ def load(name: str) -> Callable[..., Reward]:
     return loaded
 
 
-def create(name: str, device: torch.device | str = "cpu", **params: Any) -> Reward:
-    """The reward called ``name`` on ``device``; ``params`` go to its constructor.
+def create(
+    name: str,
+    device: torch.device | str = "cpu",
+    *,
+    frames: str = "mean",
+    batch_size: int = 32,
+    cache: ScoreCache | None = None,
+    offload: bool = False,
+    **params: Any,
+) -> Judge:
+    """The reward called ``name`` on ``device``, behind the contract; ``params`` go to its constructor.
+
+    Args:
+        frames, batch_size, cache: see `Judge`.
+        offload: keep the weights on the CPU between calls.
 
     Raises:
         FlowAlignError: see `load`; or the constructor has no such parameter.
@@ -88,9 +103,17 @@ def create(name: str, device: torch.device | str = "cpu", **params: Any) -> Rewa
                 hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
                 raise FlowAlignError(f"reward {name!r}: no parameter {key!r}; {hint}")
     try:
-        return factory(device=device, **params)
+        reward = factory(device="cpu" if offload else device, **params)
     except TypeError as error:
         raise FlowAlignError(f"reward {name!r}: {error}; check its params") from error
+    return Judge(
+        reward,
+        frames=frames,
+        batch_size=batch_size,
+        cache=cache,
+        digest=reward.spec.digest(name=name, **params),
+        offload=device if offload else None,
+    )
 
 
 def specs() -> list[RewardSpec]:

@@ -48,8 +48,8 @@ def _fetch(file: WeightFile, name: str) -> Path:
         return Path(hf_hub_download(file.repository, file.file, revision=file.revision))
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise FlowAlignError(
-            f"reward {name!r}: {file.file} of {file.repository} cannot be fetched ({str(error).splitlines()[0]}); check "
-            "the connection, or give a local file as params.path"
+            f"reward {name!r}: {file.file} of {file.repository} cannot be fetched ({str(error).splitlines()[0]}); "
+            "check the connection, or give a local file as params.path"
         ) from None
 
 
@@ -91,9 +91,7 @@ def read(path: Path, name: str, key: str | None = None) -> dict[str, Tensor]:
     return dict(loaded)
 
 
-def load_strict(
-    module: nn.Module, state: Mapping[str, Tensor], name: str, unused: Collection[str] = ()
-) -> None:
+def load_strict(module: nn.Module, state: Mapping[str, Tensor], name: str, unused: Collection[str] = ()) -> None:
     """Puts ``state`` into ``module``: every weight, of the right shape, and nothing left over.
 
     Args:

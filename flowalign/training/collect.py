@@ -163,7 +163,6 @@ def score(
     samples: Sequence[SampleId],
     workers: Workers,
     *,
-    batch_size: int,
     max_invalid: float,
 ) -> tuple[Scores, float]:
     """Scores this rank's samples and gathers those of all ranks, in the order of positions.
@@ -175,7 +174,7 @@ def score(
         FlowAlignError: on every rank, when more than ``max_invalid`` of the samples have no score.
     """
     metadata = [data.prompts[s.prompt].metadata for s in samples]
-    columns = combine.score(rewards, rollout.media, rollout.prompts, metadata, batch_size)
+    columns = combine.score(rewards, rollout.media, rollout.prompts, metadata)
     local = torch.tensor([s.position for s in samples])
     order = workers.gather(local).argsort()
     values = {name: workers.gather(value)[order] for name, value in columns.values.items()}

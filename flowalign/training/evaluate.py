@@ -121,7 +121,7 @@ def evaluate(
         batch_size=batch_size,
         device=device,
     )
-    columns = combine.score(rewards, media.to(device), texts, [p.metadata for p in chosen], batch_size)
+    columns = combine.score(rewards, media.to(device), texts, [p.metadata for p in chosen])
     return Evaluation(prompt, seed, columns.values, columns.subscores, media)
 
 

@@ -129,7 +129,6 @@ class PromptSource:
                 self.data,
                 samples,
                 self.workers,
-                batch_size=self.training.rollout_batch_size,
                 max_invalid=self.training.max_invalid,
             )
         per_sample = (plan.sigmas.shape[0] - 1) * (2 if plan.guidance != 1 else 1)

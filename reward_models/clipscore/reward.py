@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flowalign.rewards.base import RewardSpec, Scored, check_media
+from flowalign.rewards.base import RewardSpec, Scored, WeightFile, check_media
 from flowalign.rewards.clip import CLIPFeatures
 from flowalign.types import Metadata
 
@@ -29,11 +29,11 @@ class CLIPScore:
         higher_is_better=True,
         native_range=(-1.0, 1.0),
         differentiable=True,
-        needs_prompt=True,
-        weights=f"{WEIGHTS}@main/model.safetensors",
+        preprocess="shortest side to the model's size, antialiased bicubic; centre crop; normalise",
+        weights=(WeightFile(WEIGHTS, "model.safetensors"),),
         licence="MIT",
         citation="Hessel et al., CLIPScore, arXiv 2104.08718",
-        verified="tiny random weights",
+        verified="tiny random weights: not yet verified on real weights",
     )
 
     def __init__(self, path: str = WEIGHTS, processor: str | None = None, device: torch.device | str = "cpu") -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flowalign.rewards.base import RewardSpec, Scored, check_media
+from flowalign.rewards.base import RewardSpec, Scale, Scored, WeightFile, check_media
 from flowalign.rewards.clip import CLIPFeatures
 from flowalign.types import Metadata
 
@@ -28,13 +28,14 @@ class PickScore:
         description="which of two pictures of a prompt people would pick",
         modality="image",
         higher_is_better=True,
-        native_range=(17.0, 24.0),
+        native_range=(-100.0, 100.0),
         differentiable=True,
-        needs_prompt=True,
-        weights=f"{WEIGHTS}@main/model.safetensors",
+        preprocess="shortest side to the model's size, antialiased bicubic; centre crop; normalise",
+        weights=(WeightFile(WEIGHTS, "model.safetensors"),),
+        scales={"flow-grpo": Scale(divisor=26.0)},
         licence="MIT",
         citation="Kirstain et al., Pick-a-Pic, arXiv 2305.01569",
-        verified="tiny random weights",
+        verified="tiny random weights: not yet verified on real weights",
     )
 
     def __init__(

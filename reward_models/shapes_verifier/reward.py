@@ -27,8 +27,6 @@ class ShapesVerifier:
         higher_is_better=True,
         native_range=(0.0, 1.0),
         differentiable=False,
-        needs_prompt=True,
-        weights="none",
         licence="Apache-2.0",
         citation="after GenEval (Ghosh et al., arXiv 2310.11513)",
         verified="exact",

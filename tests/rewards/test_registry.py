@@ -13,6 +13,7 @@ import torch
 from flowalign.rewards import combine, registry
 from flowalign.rewards.base import Scored
 from flowalign.rewards.combine import WeightedReward
+from flowalign.rewards.judge import Judge
 from flowalign.types import FlowAlignError
 from tests.training.toy import ColorReward, spec
 
@@ -50,7 +51,7 @@ def test_wrong_names_are_refused_in_one_sentence(name: str, words: str) -> None:
 
 def test_module_and_class() -> None:
     reward = registry.create("tests.training.toy:ColorReward", invalid=("x red",))
-    assert isinstance(reward, ColorReward) and reward.invalid == {"x red"}
+    assert isinstance(reward.reward, ColorReward) and reward.reward.invalid == {"x red"}
 
 
 def test_parameters_are_checked() -> None:
@@ -68,7 +69,7 @@ def test_entry_points_are_found(monkeypatch) -> None:
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Point()] if group == "flowalign.rewards" else [])
     assert "mine" in registry.names()
-    assert isinstance(registry.create("mine"), ColorReward)
+    assert isinstance(registry.create("mine").reward, ColorReward)
 
 
 def media(n: int = 4) -> torch.Tensor:
@@ -77,10 +78,10 @@ def media(n: int = 4) -> torch.Tensor:
 
 def test_columns_equal_the_reward_whatever_the_batch_size() -> None:
     prompts = ["a red", "a green", "b red", "b blue"]
-    reward = WeightedReward("color", ColorReward(), 2.0)
     expected = ColorReward()(media(), prompts).score
     for size in (1, 3, 4):
-        columns = combine.score([reward], media(), prompts, batch_size=size)
+        reward = WeightedReward("color", Judge(ColorReward(), batch_size=size), 2.0)
+        columns = combine.score([reward], media(), prompts)
         assert torch.allclose(columns.values["color"], expected, atol=1e-7)
         assert torch.allclose(columns.subscores["color/brightness"], media().mean((1, 2, 3, 4)), atol=1e-6)
     assert combine.weights([reward]) == {"color": 2.0}

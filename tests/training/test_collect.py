@@ -110,7 +110,7 @@ def test_scores_stand_at_their_positions(workers) -> None:
     samples = samples_of()
     found = rollout(ToyModel(), plan_of(), samples)
     rewards = [WeightedReward("color", ColorReward(), 2.0), WeightedReward("again", ColorReward(), 1.0)]
-    scores, invalid = score(rewards, found, DATA, samples, workers, batch_size=5, max_invalid=0.0)
+    scores, invalid = score(rewards, found, DATA, samples, workers, max_invalid=0.0)
     direct = ColorReward()(found.media, found.prompts).score
     assert invalid == 0 and scores.local.tolist() == [s.position for s in samples]
     assert torch.allclose(scores.values["color"][scores.local], direct)
@@ -123,10 +123,10 @@ def test_too_many_invalid_scores_stop_the_run(workers) -> None:
     samples = samples_of()
     found = rollout(ToyModel(), plan_of(), samples)
     rewards = [WeightedReward("color", ColorReward(invalid=[found.prompts[0]]))]
-    scores, invalid = score(rewards, found, DATA, samples, workers, batch_size=5, max_invalid=0.5)
+    scores, invalid = score(rewards, found, DATA, samples, workers, max_invalid=0.5)
     assert invalid == pytest.approx(1 / 3) and int(torch.isnan(scores.total()).sum()) == 4
     with pytest.raises(FlowAlignError, match=f"'color': 4 of 12.*{found.prompts[0]}"):
-        score(rewards, found, DATA, samples, workers, batch_size=5, max_invalid=0.3)
+        score(rewards, found, DATA, samples, workers, max_invalid=0.3)
 
 
 def test_examples_are_encoded_once(workers) -> None:

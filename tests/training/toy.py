@@ -69,7 +69,7 @@ class ToyModel:
 
 
 def spec(name: str, higher_is_better: bool = True) -> RewardSpec:
-    return RewardSpec(name, "", "image", higher_is_better, (0.0, 1.0), True, True, "none", "Apache-2.0", "", "exact")
+    return RewardSpec(name, "", "image", higher_is_better, (-1.0, 1.0), True, "Apache-2.0", "", "exact")
 
 
 class ColorReward:
