@@ -22,6 +22,8 @@ BUILT_IN = {
     "shapes-verifier": "reward_models.shapes_verifier.reward:ShapesVerifier",
     "pickscore": "reward_models.pickscore.reward:PickScore",
     "clipscore": "reward_models.clipscore.reward:CLIPScore",
+    "jpeg-compressibility": "reward_models.jpeg.reward:JPEGCompressibility",
+    "jpeg-incompressibility": "reward_models.jpeg.reward:JPEGIncompressibility",
 }
 RESERVED = ("geneval", "ocr", "hpsv2", "hpsv2.1", "imagereward", "aesthetic")
 """Names that published recipes use and that flowalign will give a meaning, but has not yet."""

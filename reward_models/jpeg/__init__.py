@@ -1,0 +1,1 @@
+"""Size of a picture as a JPEG file, as a reward in either direction."""
