@@ -52,7 +52,7 @@ class Case:
 
     def prepare(self):
         rewards = [WeightedReward("color", ColorReward())]
-        scores, _ = score(rewards, self.rollout, DATA, self.samples, self.workers, batch_size=8, max_invalid=0)
+        scores, _ = score(rewards, self.rollout, DATA, self.samples, self.workers, max_invalid=0)
         self.batch = self.algorithm.prepare(self.policy, self.rollout, scores)
         return self
 
