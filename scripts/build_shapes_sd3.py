@@ -134,7 +134,7 @@ def model_card(numbers: dict[str, Any], settings: Settings) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=Path, default=ROOT / "scripts" / "shapes_sd3.yaml")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/shapes_build"))
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "shapes_build")
     parser.add_argument("--out", type=Path, default=ROOT / "flowalign" / "assets" / "shapes-sd3")
     parser.add_argument("--stage", choices=STAGES, help="only this stage (and what it needs); all if absent")
     arguments = parser.parse_args()
