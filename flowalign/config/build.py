@@ -77,7 +77,8 @@ def build_rewards(recipe: Recipe, device: torch.device | str) -> list[WeightedRe
     Raises:
         FlowAlignError: a judge that this version does not have, or parameters that it does not take.
     """
-    return [WeightedReward(r.name, registry.create(r.name, device, **r.params), r.weight) for r in recipe.rewards]
+    size = recipe.training.rollout_batch_size  # what fits into memory for sampling is a fair guess for scoring
+    return [WeightedReward(r.name, registry.create(r.name, device, size, **r.params), r.weight) for r in recipe.rewards]
 
 
 def build_prompts(recipe: Recipe) -> PromptData:

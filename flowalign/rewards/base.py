@@ -35,7 +35,7 @@ class RewardSpec:
     """Facts about a reward that a user must know before trusting its number.
 
     Args:
-        native_range: of the raw score as published; ends may be infinite.
+        native_range: no raw score lies outside; ends may be infinite.
         scope: "groupwise" where the score of a sample depends on the other samples of its prompt.
         needs: what it reads besides media.
         preprocess: what happens to the pixels, in words; part of the digest, since it is part of the score.
@@ -71,9 +71,9 @@ class RewardSpec:
             "scales": {name: scale._asdict() for name, scale in self.scales.items()},
         }
 
-    def digest(self, **params: Any) -> str:
-        """SHA-256 of the spec and the constructor's parameters: two scores are comparable where it is equal."""
-        text = json.dumps([self.as_dict(), params], sort_keys=True, default=str)
+    def digest(self, settings: Any = None) -> str:
+        """SHA-256 of the spec and of what the reward was made with: two scores are comparable where it is equal."""
+        text = json.dumps([self.as_dict(), settings], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
 

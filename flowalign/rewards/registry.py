@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from flowalign.rewards.base import Reward, RewardSpec
-from flowalign.rewards.cache import ScoreCache
 from flowalign.rewards.judge import Judge
 from flowalign.types import FlowAlignError
 
@@ -79,18 +78,14 @@ def load(name: str) -> Callable[..., Reward]:
 def create(
     name: str,
     device: torch.device | str = "cpu",
-    *,
-    frames: str = "mean",
     batch_size: int = 32,
-    cache: ScoreCache | None = None,
-    offload: bool = False,
+    /,
     **params: Any,
 ) -> Judge:
     """The reward called ``name`` on ``device``, behind the contract; ``params`` go to its constructor.
 
     Args:
-        frames, batch_size, cache: see `Judge`.
-        offload: keep the weights on the CPU between calls.
+        batch_size: see `Judge`.
 
     Raises:
         FlowAlignError: see `load`; or the constructor has no such parameter.
@@ -105,17 +100,10 @@ def create(
                 hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
                 raise FlowAlignError(f"reward {name!r}: no parameter {key!r}; {hint}")
     try:
-        reward = factory(device="cpu" if offload else device, **params)
+        reward = factory(device=device, **params)
     except TypeError as error:
         raise FlowAlignError(f"reward {name!r}: {error}; check its params") from error
-    return Judge(
-        reward,
-        frames=frames,
-        batch_size=batch_size,
-        cache=cache,
-        digest=reward.spec.digest(name=name, **params),
-        offload=device if offload else None,
-    )
+    return Judge(reward, batch_size=batch_size, digest=reward.spec.digest([name, params]))
 
 
 def specs() -> list[RewardSpec]:

@@ -59,6 +59,11 @@ def test_rewards_in_the_order_of_the_recipe() -> None:
     assert (one.name, one.weight, one.reward.spec.name) == ("shapes-verifier", 2.0, "shapes-verifier")
 
 
+def test_judges_see_as_many_samples_at_a_time_as_the_sampler() -> None:
+    (one,) = build.build_rewards(load_recipe("shapes/flow_grpo", ["training.rollout_batch_size=3"]), "cpu")
+    assert one.reward.batch_size == 3
+
+
 def test_prompts_of_the_recipe() -> None:
     data = build.build_prompts(load_recipe("shapes/flow_grpo_guided", ["prompts.count=12"]))
     assert len({p.text for p in data.prompts}) == 12

@@ -61,6 +61,21 @@ def test_parameters_are_checked() -> None:
         registry.create("shapes-verifier", score="hard")
 
 
+class Named:
+    """Its parameters are called as those of `Judge` and of the registry are."""
+
+    def __init__(self, name: str, batch_size: int, frames: str, device: object = "cpu") -> None:
+        self.spec, self.given = spec("named"), (name, batch_size, frames)
+
+
+def test_parameters_go_to_the_reward_whatever_their_names() -> None:
+    judge = registry.create(f"{__name__}:Named", "cpu", 5, name="n", batch_size=7, frames="f")
+    assert judge.reward.given == ("n", 7, "f")
+    assert judge.batch_size == 5 and judge.frames.text == "mean"
+    other = registry.create(f"{__name__}:Named", "cpu", 5, name="n", batch_size=8, frames="f")
+    assert judge.digest != other.digest
+
+
 def test_entry_points_are_found(monkeypatch) -> None:
     @dataclass
     class Point:
