@@ -31,10 +31,47 @@ def preprocess(images: Tensor, size: int, mean: Sequence[float], std: Sequence[f
         images = functional.interpolate(images, target, mode="bicubic", align_corners=False, antialias=True)
     top, left = (round((side - size) / 2) for side in target)
     images = images[..., top : top + size, left : left + size].clamp(0, 1)
+    return normalise(images, mean, std)
+
+
+def preprocess_padded(images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """HPSv2's own preparation in differentiable torch: longest side to ``size``, zeros around to a square, normalise.
+
+    Padding is black since it comes before normalising. Not clamped: the published transform resizes tensors, where
+    bicubic may overshoot, unlike that of `preprocess` which resizes bytes.
+
+    Args:
+        images: (N, 3, H, W) in [0, 1].
+
+    Returns:
+        (N, 3, size, size).
+    """
+    sides = images.shape[-2:]
+    scale = size / float(max(sides))
+    # In this order of operations and with Python's rounding of halves to even, as published.
+    height, width = (max(1, round(side * scale)) for side in sides)
+    if (height, width) != tuple(sides):
+        images = functional.interpolate(
+            images, (height, width), mode="bicubic", align_corners=False, antialias=True
+        )
+    top, left = (size - height) // 2, (size - width) // 2
+    images = functional.pad(images, (left, size - width - left, top, size - height - top))
+    return normalise(images, mean, std)
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(N, 3, H, W) less ``mean``, over ``std``, by channel."""
     offset, scale = (
         torch.tensor(list(v), dtype=images.dtype, device=images.device)[:, None, None] for v in (mean, std)
     )
     return (images - offset) / scale
+
+
+def cosines(frames: Tensor, texts: Tensor) -> Tensor:
+    """Unit vectors (B, F, D) of frames and (B, D) of texts to (B,) float32: the cosine, as the mean over frames."""
+    # Elementwise: a matrix of all pairs would cost B^2 and be wrong for a part of a batch.
+    found: Tensor = (frames.float() * texts.float()[:, None]).sum(-1)
+    return found.mean(1)
 
 
 class CLIPFeatures:
@@ -92,6 +129,9 @@ class CLIPFeatures:
     def cosine(self, media: Tensor, texts: Sequence[str]) -> Tensor:
         """(B, F, 3, H, W) and B texts to (B,) float32: the cosine, as the mean over frames."""
         frames = self.images(media.flatten(0, 1)).view(media.shape[0], media.shape[1], -1)
-        # Elementwise: a matrix of all pairs would cost B^2 and be wrong for a part of a batch.
-        cosines: Tensor = (frames * self.texts(texts)[:, None]).sum(-1)
-        return cosines.mean(1)
+        return cosines(frames, self.texts(texts))
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves the weights."""
+        self.device = torch.device(device)
+        self.model.to(self.device)
