@@ -1,0 +1,1 @@
+"""CycleReward: whether a picture and a text could be made from each other."""

@@ -1,0 +1,1 @@
+"""ImageReward: human preference between pictures of one prompt."""
