@@ -166,6 +166,10 @@ class Examples:
     clean: Tensor  # (B, C, *S) float32
 
 
+Combination = Literal["sum", "normalise", "ranks"]
+"""How several rewards become one number; see `core.combination.total`."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """Rewards of the samples of ALL ranks, in one global order.
@@ -176,6 +180,8 @@ class Scores:
         group: (N,) int64.
         local: (B,) int64, where this rank's samples stand in the global order, in the order of its Rollout.
         subscores: {"reward/sub-score": (N,) float32}, for the log only; nan where one does not apply.
+        combination: how the rewards become one number; see `core.combination.total`.
+        gated: (N,) bool, samples that must count as the worst of their group; None = no reward is a gate.
     """
 
     values: Mapping[str, Tensor]
@@ -183,10 +189,8 @@ class Scores:
     group: Tensor
     local: Tensor
     subscores: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def total(self) -> Tensor:
-        """Weighted sum of the rewards, (N,) float32; nan where any reward of the sum is nan."""
-        return torch.stack([self.weights[name] * value for name, value in self.values.items()]).sum(0)
+    combination: Combination = "sum"
+    gated: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowalign.core import advantages, losses, path, rng, schedule
+from flowalign.core import advantages, combination, losses, path, rng, schedule
 from flowalign.types import (
     Batch,
     Examples,
@@ -85,26 +85,20 @@ class DiffusionNFT:
         if not isinstance(samples, Rollout) or scores is None:
             raise TypeError("diffusion_nft learns from a scored Rollout, got examples or no scores")
         s, clean = self.settings, samples.trajectory.final
-        rewards = scores.total()
-        advantage = advantages.group(rewards, scores.group, s.advantage_std).clamp(-s.advantage_clip, s.advantage_clip)
-        signal = torch.isfinite(rewards) & ~advantages.zero_variance(rewards, scores.group)
+        credit = combination.credit(scores, s.advantage_std, s.advantage_clip, clean.device)
         sources = [rng.generator(key, "diffusion_nft") for key in samples.keys]
         levels = [torch.randperm(s.num_steps - 1, generator=g)[: s.noisings] for g in sources]
         sigma = self.sigmas[torch.stack(levels)].flatten().to(clean.device)
         noise = torch.stack([rng.normal(sources, clean.shape[1:], clean.device) for _ in range(s.noisings)], 1)
-        sample = torch.arange(clean.shape[0]).repeat_interleave(s.noisings)
-
-        def per_item(value: Tensor) -> Tensor:
-            return value.cpu()[scores.local.cpu()][sample].to(clean.device)
-
-        endpoint = clean[sample.to(clean.device)]
+        sample = torch.arange(clean.shape[0], device=clean.device).repeat_interleave(s.noisings)
+        endpoint = clean[sample]
         items = {
             "x": path.interpolate(endpoint, noise.flatten(0, 1), sigma),
             "sigma": sigma,
             "clean": endpoint,
-            "advantage": per_item(advantage),
+            "advantage": credit.advantage[sample],
         }
-        return Batch(items, sample.to(clean.device), samples.cond, per_item(signal).float())
+        return Batch(items, sample, samples.cond, credit.weight[sample])
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         s, items = self.settings, batch.items

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowalign.core import advantages, guidance, kernels, losses, sampling, schedule
+from flowalign.core import advantages, combination, guidance, kernels, losses, sampling, schedule
 from flowalign.core.losses import Evaluation
 from flowalign.types import (
     Batch,
@@ -139,26 +139,20 @@ class FlowGRPO:
         if not isinstance(samples, Rollout) or scores is None:
             raise TypeError("flow_grpo learns from a scored Rollout, got examples or no scores")
         s, trajectory = self.settings, samples.trajectory
-        rewards = scores.total()
-        advantage = advantages.group(rewards, scores.group, s.advantage_std).clamp(-s.advantage_clip, s.advantage_clip)
-        signal = torch.isfinite(rewards) & ~advantages.zero_variance(rewards, scores.group)
-        count, recorded = trajectory.steps.shape
-        sample = torch.arange(count).repeat_interleave(recorded)
-        steps = trajectory.steps.flatten().cpu()
         device = trajectory.states.device
-
-        def per_item(value: Tensor) -> Tensor:
-            return value.cpu()[scores.local.cpu()][sample].to(device)
-
+        credit = combination.credit(scores, s.advantage_std, s.advantage_clip, device)
+        count, recorded = trajectory.steps.shape
+        sample = torch.arange(count, device=device).repeat_interleave(recorded)
+        steps = trajectory.steps.flatten().cpu()
         items = {
             "x": trajectory.states[:, :, 0].flatten(0, 1),
             "x_next": trajectory.states[:, :, 1].flatten(0, 1),
             "sigma": trajectory.sigmas[steps].to(device),
             "sigma_next": trajectory.sigmas[steps + 1].to(device),
             "log_prob": trajectory.log_probs.flatten(),
-            "advantage": per_item(advantage),
+            "advantage": credit.advantage[sample],
         }
-        return Batch(items, sample.to(device), samples.cond, per_item(signal).float())
+        return Batch(items, sample, samples.cond, credit.weight[sample])
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         s, items = self.settings, batch.items

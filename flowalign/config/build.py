@@ -12,7 +12,7 @@ from flowalign.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSetting
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
 from flowalign.algorithms.sft import SFT, SFTSettings
 from flowalign.config.load import dump_recipe
-from flowalign.config.schema import AlgorithmSettings, DatasetSettings, Recipe
+from flowalign.config.schema import AlgorithmSettings, DatasetSettings, Recipe, RewardSettings
 from flowalign.data.pairs import METADATA, PairData, load_pairs
 from flowalign.data.prompts import PromptData, load_prompts
 from flowalign.data.worlds import shapes_render
@@ -77,8 +77,22 @@ def build_rewards(recipe: Recipe, device: torch.device | str) -> list[WeightedRe
     Raises:
         FlowAlignError: a judge that this version does not have, or parameters that it does not take.
     """
-    size = recipe.training.rollout_batch_size  # what fits into memory for sampling is a fair guess for scoring
-    return [WeightedReward(r.name, registry.create(r.name, device, size, **r.params), r.weight) for r in recipe.rewards]
+    # What fits into memory for sampling is a fair guess for scoring.
+    return [_build_reward(r, r.device or device, recipe.training.rollout_batch_size) for r in recipe.rewards]
+
+
+def _build_reward(settings: RewardSettings, device: torch.device | str, batch_size: int) -> WeightedReward:
+    name = settings.name
+    judge = registry.create(
+        name, device, settings.batch_size or batch_size, settings.frames, settings.offload, **settings.params
+    )
+    weight, scales = settings.weight, judge.spec.scales
+    if settings.scale is not None and settings.scale not in scales:
+        known = f"it has {', '.join(scales)}" if scales else "it has none"
+        raise FlowAlignError(f"reward {name!r}: no scale {settings.scale!r}; {known}")
+    if settings.scale is not None:
+        weight /= scales[settings.scale].divisor
+    return WeightedReward(name, judge, weight, settings.gate)
 
 
 def build_prompts(recipe: Recipe) -> PromptData:

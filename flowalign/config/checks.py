@@ -34,9 +34,20 @@ def reward_problems(data: dict[str, Any]) -> list[Problem]:
             others = f"; expected one of {', '.join(registry.names())}, or your own as 'module:Class'"
             reason = f"unknown reward {name!r}{explain.nearest(name, registry.names(), others)}"
             problems.append(Problem(("rewards", number, "name"), reason))
-        elif name in registry.BUILT_IN and isinstance(reward.get("params"), dict):
-            problems += _parameter_problems(("rewards", number, "params"), name, reward["params"])
+        elif name in registry.BUILT_IN:
+            if isinstance(reward.get("params"), dict):
+                problems += _parameter_problems(("rewards", number, "params"), name, reward["params"])
+            if isinstance(reward.get("scale"), str):
+                problems += _scale_problems(("rewards", number, "scale"), name, reward["scale"])
     return problems
+
+
+def _scale_problems(path: KeyPath, name: str, scale: str) -> list[Problem]:
+    scales = registry.load(name).spec.scales  # type: ignore[attr-defined]  # a class that makes a Reward has its spec
+    if scale in scales:
+        return []
+    siblings = f"; {name} has {', '.join(scales) or 'none'}"
+    return [Problem(path, f"unknown scale {scale!r}{explain.nearest(scale, list(scales), siblings)}")]
 
 
 def _parameter_problems(path: KeyPath, name: str, params: dict[str, Any]) -> list[Problem]:
@@ -98,6 +109,8 @@ def _samples_from_prompts(recipe: Recipe) -> list[Problem]:
     for name, count in Counter(reward.name for reward in recipe.rewards).items():
         if count > 1:
             problems.append(Problem(("rewards",), f"{name!r} is given {count} times; keep one and adapt its weight"))
+    if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
+        problems.append(Problem(("rewards",), "every weight is 0: there is nothing to learn; give one a weight"))
     if recipe.prompts is None:
         problems.append(Problem(("prompts",), f"missing section, {algorithm.name} samples from prompts"))
         return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -11,8 +12,9 @@ from pydantic import Discriminator
 from flowalign.algorithms.diffusion_nft import DiffusionNFTSettings
 from flowalign.algorithms.flow_grpo import FlowGRPOSettings
 from flowalign.algorithms.sft import SFTSettings
+from flowalign.rewards.judge import FramePolicy
 from flowalign.training.settings import Name, OptimizerSettings, TrainingSettings
-from flowalign.types import NonNegativeInt, PositiveFloat, PositiveInt, settings
+from flowalign.types import FlowAlignError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings
 
 Pixels: TypeAlias = Annotated[int, Gt(0), MultipleOf(8)]
 """No autoencoder and patch size in use divides a picture more finely."""
@@ -84,11 +86,38 @@ class DatasetSettings:
 
 @settings
 class RewardSettings:
-    """One judge: a built-in name or "module:Class"; ``params`` go to its constructor."""
+    """One judge.
+
+    Args:
+        name: built in, of a plug-in, or "module:Class".
+        weight: of the raw score, or of the scaled one where ``scale`` is given; 0 = only logged, or only a gate.
+        params: of its constructor.
+        scale: a published scaling that ``flowalign rewards show NAME`` lists, such as "flow-grpo". An offset changes no
+            advantage and is left out.
+        gate: raw score; a sample with a worse one counts as the worst of its group.
+        frames: what an image judge sees of a video: first, middle, mean, min or uniform:K.
+        batch_size: media (of image judges: frames) judged at a time; null = training.rollout_batch_size.
+        device: such as cpu or cuda:1; null = that of the model.
+        offload: its weights wait on the CPU between calls.
+    """
 
     name: Name
-    weight: Annotated[float, Gt(0)] = 1.0
+    weight: NonNegativeFloat = 1.0
     params: dict[str, Any] = field(default_factory=dict)
+    scale: Name | None = None
+    gate: float | None = None
+    frames: Name = "mean"
+    batch_size: PositiveInt | None = None
+    device: Name | None = None
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gate is not None and not math.isfinite(self.gate):
+            raise ValueError(f"gate: got {self.gate}, expected a number")
+        try:
+            FramePolicy(self.frames)
+        except FlowAlignError as error:
+            raise ValueError(str(error)) from None
 
 
 @settings

@@ -118,7 +118,7 @@ class Judge:
         finally:
             if self._move is not None:
                 self._move("cpu")
-        return _merge(parts, len(prompts))
+        return merge(parts, len(prompts))
 
     def _buckets(self, media: Media, prompts: Sequence[str]) -> list[tuple[list[int], Tensor]]:
         """Rows and media of each size."""
@@ -164,7 +164,7 @@ class Judge:
             if keys is not None and self.cache is not None:
                 for j, i in enumerate(chosen):
                     self.cache.put(keys[i], _row(scored, j))
-        return _merge(parts, len(rows))
+        return merge(parts, len(rows))
 
     def _batches(self, todo: list[int], texts: Sequence[str], frames: int) -> list[list[int]]:
         if self.spec.scope == "groupwise":  # all samples of one prompt at a time
@@ -240,8 +240,8 @@ def _row(scored: Scored, i: int) -> Scored:
     )
 
 
-def _merge(parts: Sequence[tuple[Sequence[int], Scored]], count: int) -> Scored:
-    """Puts scores of some rows each into one; a sub-score that a part lacks is nan there."""
+def merge(parts: Sequence[tuple[Sequence[int], Scored]], count: int) -> Scored:
+    """Puts scores of some of ``count`` rows each into one; a sub-score that a part lacks is nan there."""
     if len(parts) == 1 and list(parts[0][0]) == list(range(count)):
         return parts[0][1]
     order = torch.tensor([row for rows, _ in parts for row in rows], dtype=torch.int64).argsort()

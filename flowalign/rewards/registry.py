@@ -79,16 +79,19 @@ def create(
     name: str,
     device: torch.device | str = "cpu",
     batch_size: int = 32,
+    frames: str = "mean",
+    offload: bool = False,
     /,
     **params: Any,
 ) -> Judge:
     """The reward called ``name`` on ``device``, behind the contract; ``params`` go to its constructor.
 
     Args:
-        batch_size: see `Judge`.
+        batch_size, frames: see `Judge`.
+        offload: its weights are on ``device`` during calls only.
 
     Raises:
-        FlowAlignError: see `load`; or the constructor has no such parameter.
+        FlowAlignError: see `load`; the constructor has no such parameter; or there is nothing to offload.
     """
     factory = load(name)
     accepted = inspect.signature(factory).parameters
@@ -103,7 +106,13 @@ def create(
         reward = factory(device=device, **params)
     except TypeError as error:
         raise FlowAlignError(f"reward {name!r}: {error}; check its params") from error
-    return Judge(reward, batch_size=batch_size, digest=reward.spec.digest([name, params]))
+    return Judge(
+        reward,
+        frames=frames,
+        batch_size=batch_size,
+        digest=reward.spec.digest([name, params]),
+        offload=device if offload else None,
+    )
 
 
 def specs() -> list[RewardSpec]:

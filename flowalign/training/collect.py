@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from flowalign.data.pairs import PairData, Pairs, keyed_batch
 from flowalign.data.prompts import Prompt, PromptData, SampleId
 from flowalign.models.base import Model
 from flowalign.rewards import combine
+from flowalign.rewards.background import Background
 from flowalign.rewards.combine import WeightedReward
 from flowalign.training.distributed import Workers
-from flowalign.types import Conditioning, Examples, Policy, Rollout, RolloutPlan, Scores, Trajectory
+from flowalign.types import Combination, Conditioning, Examples, Policy, Rollout, RolloutPlan, Scores, Trajectory
 
 
 class PromptCache:
@@ -92,6 +93,7 @@ def collect(
     shape: Sequence[int],
     batch_size: int,
     device: torch.device | str,
+    drawn: Callable[[Sequence[SampleId], Tensor], None] | None = None,
 ) -> Rollout:
     """Draws ``samples``. Every random number is keyed by (seed, iteration, prompt, repeat), so that a sample does not
     depend on ``batch_size`` or on which rank draws it, beyond the rounding of batched arithmetic.
@@ -99,11 +101,13 @@ def collect(
     Args:
         shape: (C, *S) of the latents.
         batch_size: samples per forward pass.
+        drawn: called with the samples and the media of each forward pass.
     """
-    parts = [
-        _chunk(model, policy, plan, cache, prompts, chosen, iteration, seed, shape, device)
-        for chosen in (samples[i : i + batch_size] for i in range(0, len(samples), batch_size))
-    ]
+    parts = []
+    for chosen in (samples[i : i + batch_size] for i in range(0, len(samples), batch_size)):
+        parts.append(_chunk(model, policy, plan, cache, prompts, chosen, iteration, seed, shape, device))
+        if drawn is not None:
+            drawn(chosen, parts[-1][2])
     trajectories = [part[0] for part in parts]
     trajectory = Trajectory(
         final=torch.cat([t.final for t in trajectories]),
@@ -164,8 +168,14 @@ def score(
     workers: Workers,
     *,
     max_invalid: float,
+    combination: Combination = "sum",
+    background: Background | None = None,
 ) -> tuple[Scores, float]:
     """Scores this rank's samples and gathers those of all ranks, in the order of positions.
+
+    Args:
+        combination: see `core.combination.total`.
+        background: what the media of ``samples`` were given to, if they were.
 
     Returns:
         The scores, and the share of samples that some reward could not score.
@@ -173,8 +183,11 @@ def score(
     Raises:
         FlowAlignError: on every rank, when more than ``max_invalid`` of the samples have no score.
     """
-    metadata = [data.prompts[s.prompt].metadata for s in samples]
-    columns = combine.score(rewards, rollout.media, rollout.prompts, metadata)
+    if background is not None:
+        columns = background.result()
+    else:
+        metadata = [data.prompts[s.prompt].metadata for s in samples]
+        columns = combine.score(rewards, rollout.media, rollout.prompts, metadata)
     local = torch.tensor([s.position for s in samples])
     order = workers.gather(local).argsort()
     values = {name: workers.gather(value)[order] for name, value in columns.values.items()}
@@ -184,5 +197,6 @@ def score(
     }
     group = workers.gather(rollout.group.cpu())[order]
     texts = [data.prompts[i].text for i in group.tolist()]
-    invalid = combine.check_invalid_share(values, texts, max_invalid)
-    return Scores(values, combine.weights(rewards), group, local, subscores), invalid
+    invalid = combine.check_invalid_share(values, texts, max_invalid, columns.reasons)
+    gated = combine.gated(rewards, values)
+    return Scores(values, combine.weights(rewards), group, local, subscores, combination, gated), invalid

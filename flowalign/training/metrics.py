@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from flowalign.core import advantages
+from flowalign.core import advantages, combination
 from flowalign.training.settings import TrainingSettings
 from flowalign.types import FlowAlignError, Scores
 
@@ -24,10 +24,15 @@ FILE = "metrics.jsonl"
 
 
 def summarise_scores(scores: Scores, invalid_share: float) -> dict[str, float]:
-    """Mean and spread of the total, of every reward and of every sub-score; nan entries do not count."""
-    total = scores.total()
-    summary = {**_moments("reward", total), "invalid_share": invalid_share}
+    """Mean and spread of the weighted sum, of every reward and of every sub-score; nan entries do not count.
+
+    The sum, however the rewards are combined: normalised rewards and ranks have the same mean in every iteration.
+    """
+    summary = {**_moments("reward", combination.weighted_sum(scores)), "invalid_share": invalid_share}
+    total = combination.total(scores)
     summary["zero_variance_share"] = float(advantages.zero_variance(total, scores.group).float().mean())
+    if scores.gated is not None:
+        summary["gated_share"] = float(scores.gated.float().mean())
     for name, value in scores.values.items():
         summary |= _moments(f"reward/{name}", value)
     for name, value in scores.subscores.items():

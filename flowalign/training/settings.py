@@ -6,7 +6,15 @@ from typing import Annotated, Literal, TypeAlias
 
 from annotated_types import Ge, Lt, MinLen
 
-from flowalign.types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings
+from flowalign.types import (
+    Combination,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    settings,
+)
 
 Decay: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Name: TypeAlias = Annotated[str, MinLen(1)]
@@ -38,6 +46,8 @@ class TrainingSettings:
         checkpoint_every, preview_every: iterations; 0 = a checkpoint at the end only, no previews.
         preview_prompts: pictures in a preview.
         max_invalid: share of samples without a score, per reward, above which the run stops.
+        combine_rewards: how several rewards become one number; see `core.combination.total`.
+        overlap_scoring: score each part of a rollout while the next is drawn; null = unless the model is on the CPU.
         log: where metrics go besides metrics.jsonl.
     """
 
@@ -52,5 +62,7 @@ class TrainingSettings:
     preview_every: NonNegativeInt = 0
     preview_prompts: PositiveInt = 8
     max_invalid: Fraction = 0.5
+    combine_rewards: Combination = "sum"
+    overlap_scoring: bool | None = None
     log: tuple[Literal["wandb", "tensorboard"], ...] = ()
     wandb_project: Name = "flowalign"

@@ -11,8 +11,9 @@ from torch import Tensor
 from flowalign.algorithms.base import Algorithm
 from flowalign.core import schedule
 from flowalign.data.pairs import PairData
-from flowalign.data.prompts import KRepeatSampler, PromptData
+from flowalign.data.prompts import KRepeatSampler, PromptData, SampleId
 from flowalign.models.base import Model
+from flowalign.rewards.background import Background
 from flowalign.rewards.combine import WeightedReward
 from flowalign.training.collect import LatentCache, PromptCache, collect, read_examples, score
 from flowalign.training.distributed import Workers
@@ -103,6 +104,14 @@ class PromptSource:
         plan = algorithm.plan(0)
         guided = plan is not None and plan.guidance != 1
         self.cache = PromptCache(model, (data.negative or "") if guided else None)
+        overlap = training.overlap_scoring
+        # On one processor, threads of model and judges would only get in each other's way.
+        self.background = Background(rewards) if overlap or (overlap is None and workers.device.type != "cpu") else None
+
+    def _score_in_background(self, samples: Sequence[SampleId], media: Tensor) -> None:
+        assert self.background is not None
+        prompts = [self.data.prompts[s.prompt] for s in samples]
+        self.background.add(media, [p.text for p in prompts], [p.metadata for p in prompts])
 
     def draw(self, iteration: int, clock: Clock) -> Drawn:
         plan = self.algorithm.plan(iteration)
@@ -121,6 +130,7 @@ class PromptSource:
                 shape=self.model.latent_shape(*self.size),
                 batch_size=self.training.rollout_batch_size,
                 device=self.workers.device,
+                drawn=self._score_in_background if self.background is not None else None,
             )
         with clock.phase("score"):
             scores, invalid = score(
@@ -130,6 +140,8 @@ class PromptSource:
                 samples,
                 self.workers,
                 max_invalid=self.training.max_invalid,
+                combination=self.training.combine_rewards,
+                background=self.background,
             )
         per_sample = (plan.sigmas.shape[0] - 1) * (2 if plan.guidance != 1 else 1)
         return Drawn(rollout, scores, plan, summarise_scores(scores, invalid) | {"nfe": per_sample * self.images})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flowalign.core import guidance, losses, rng
+from flowalign.core import combination, guidance, losses, rng
 from flowalign.types import Conditioning, Policy
 from tests.algorithms.toy import (
     GROUPS,
@@ -106,7 +106,7 @@ def test_a_few_iterations_raise_the_reward(fields: dict[str, Any]) -> None:
     for iteration in range(8):
         samples = collect(algorithm, policy, groups, iteration)
         scores = score(reward(samples.trajectory.final), groups)
-        history.append(float(scores.total().mean()))
+        history.append(float(combination.total(scores).mean()))
         batch = algorithm.prepare(policy, samples, scores)
         order = torch.randperm(len(groups), generator=rng.generator("split", iteration))
         for part in order.chunk(algorithm.updates):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ from flowalign.algorithms.sft import SFT
 from flowalign.config import build
 from flowalign.config.load import load_recipe, shipped_recipes
 from flowalign.core import schedule
+from flowalign.rewards.base import Scale
 from flowalign.training.distributed import Workers
 from flowalign.types import FlowAlignError
 from tests.training.toy import ToyModel
@@ -113,3 +115,37 @@ def test_a_recipe_becomes_a_run(name: str, tmp_path: Path, workers: Workers) -> 
     longer = load_recipe(kept, ["training.iterations=3"])
     resumed = build.train(longer, resume=True, workers=workers, model=cast(Any, ToyModel()))
     assert resumed.iteration == 3 and len(resumed.history) == 1
+
+
+def test_what_a_recipe_says_of_a_reward_reaches_its_judge() -> None:
+    recipe = load_recipe(
+        "shapes/flow_grpo",
+        ["rewards.0.gate=0.5", "rewards.0.frames=min", "rewards.0.batch_size=3", "rewards.0.device=meta"],
+    )
+    (one,) = build.build_rewards(recipe, "cpu")
+    assert (one.gate, one.reward.frames.text, one.reward.batch_size) == (0.5, "min", 3)
+
+
+def test_a_published_scale_divides_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reward_models.shapes_verifier.reward import ShapesVerifier
+
+    scaled = dataclasses.replace(ShapesVerifier.spec, scales={"percent": Scale(offset=3.0, divisor=0.01)})
+    monkeypatch.setattr(ShapesVerifier, "spec", scaled)
+    recipe = load_recipe("shapes/flow_grpo", ["rewards.0.scale=percent", "rewards.0.weight=2"])
+    (one,) = build.build_rewards(recipe, "cpu")
+    assert one.weight == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("rewards.0.scale=flow-grpo", "unknown scale 'flow-grpo'"),
+        ("rewards.0.gate=.nan", "gate"),
+        ("rewards.0.frames=last", "frames: 'last', expected first"),
+        ("rewards.0.weight=0", "every weight is 0"),
+        ("training.combine_rewards=mean", "combine_rewards"),
+    ],
+)
+def test_what_no_judge_can_do_is_refused_with_the_recipe(override: str, reason: str) -> None:
+    with pytest.raises(FlowAlignError, match=reason):
+        load_recipe("shapes/flow_grpo", [override])

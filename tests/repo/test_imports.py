@@ -119,6 +119,7 @@ def test_training_knows_protocols_only() -> None:
         allowed=(
             "flowalign.algorithms.base",
             *SHARED_BY_FAMILIES,
+            "flowalign.rewards.background",
             "flowalign.rewards.base",
             "flowalign.rewards.combine",
         ),

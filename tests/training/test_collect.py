@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
-from flowalign.core import rng
+from flowalign.core import combination, rng
 from flowalign.data.pairs import PairData, Pairs
 from flowalign.data.prompts import KRepeatSampler, Prompt, PromptData
 from flowalign.rewards.combine import WeightedReward
@@ -115,7 +115,7 @@ def test_scores_stand_at_their_positions(workers) -> None:
     assert invalid == 0 and scores.local.tolist() == [s.position for s in samples]
     assert torch.allclose(scores.values["color"][scores.local], direct)
     assert torch.equal(scores.group[scores.local], found.group)
-    assert torch.allclose(scores.total(), 3 * scores.values["color"])
+    assert torch.allclose(combination.total(scores), 3 * scores.values["color"])
     assert set(scores.subscores) == {"color/brightness", "again/brightness"}
 
 
@@ -124,7 +124,7 @@ def test_too_many_invalid_scores_stop_the_run(workers) -> None:
     found = rollout(ToyModel(), plan_of(), samples)
     rewards = [WeightedReward("color", ColorReward(invalid=[found.prompts[0]]))]
     scores, invalid = score(rewards, found, DATA, samples, workers, max_invalid=0.5)
-    assert invalid == pytest.approx(1 / 3) and int(torch.isnan(scores.total()).sum()) == 4
+    assert invalid == pytest.approx(1 / 3) and int(torch.isnan(combination.total(scores)).sum()) == 4
     with pytest.raises(FlowAlignError, match=f"'color': 4 of 12.*{found.prompts[0]}"):
         score(rewards, found, DATA, samples, workers, max_invalid=0.3)
 
