@@ -122,7 +122,9 @@ def _clause(one: Any, where: str, index: int, labels: Collection[str], colours: 
         raise ValueError(f"metadata: {where} is {one!r}, expected 'class' and 'count', maybe 'color' and 'position'")
     label, count, colour, position = (one.get(key) for key in ("class", "count", "color", "position"))
     if label not in labels:
-        raise ValueError(f"metadata: {where} asks for {label!r}, which the detector does not know{_near(label, labels)}")
+        raise ValueError(
+            f"metadata: {where} asks for {label!r}, which the detector does not know{_near(label, labels)}"
+        )
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_PER_CLASS:
         raise ValueError(f"metadata: {where} has count {count!r}, expected 1 to {MAX_PER_CLASS}")
     if colour is not None and colour not in colours:

@@ -84,7 +84,14 @@ TABLE = {
         0,
     ),
     "no cat and so no colour": (RED_CAT, [], (0 + 0) / 2, None, 0, 0),
-    "one of two is red": (TWO_RED, [at("cat", colour="red"), at("cat", 50, colour="blue")], (1 + 1 / 2) / 2, None, 0, 0),
+    "one of two is red": (
+        TWO_RED,
+        [at("cat", colour="red"), at("cat", 50, colour="blue")],
+        (1 + 1 / 2) / 2,
+        None,
+        0,
+        0,
+    ),
     "three of two, the surest are red": (
         TWO_RED,
         [at("cat", colour="red"), at("cat", 50, colour="red"), at("cat", 90, colour="blue", score=0.5)],
