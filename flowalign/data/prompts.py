@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -15,8 +15,10 @@ from flowalign.core import rng
 from flowalign.types import FlowAlignError, Metadata
 
 SHAPES_SOURCES = ("shapes:train", "shapes:held_out")
-SHAPES_COUNT = 256
-"""Prompts of the shapes world where the number is left open."""
+SIGNS_SOURCES = ("signs:train", "signs:held_out")
+WORLD_SOURCES = (*SHAPES_SOURCES, *SIGNS_SOURCES)
+WORLD_COUNT = 256
+"""Prompts of a world where the number is left open."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,20 @@ def load_prompts(source: str, count: int | None = None, seed: int = 0) -> list[P
     """Prompts of a source, each text once.
 
     Args:
-        source: "shapes:train", "shapes:held_out", a .txt file (one prompt a line) or a .jsonl file (one object a line
-            with "prompt" or "text"; all other keys become metadata).
-        count: only so many; of a file, the first of a keyed permutation. None = all (256 of the shapes world).
+        source: "shapes:train", "shapes:held_out", "signs:train", "signs:held_out", a .txt file (one prompt a line) or
+            a .jsonl file (one object a line with "prompt" or "text"; all other keys become metadata).
+        count: only so many; of a file, the first of a keyed permutation. None = all (256 of a world).
         seed: same arguments, same prompts.
 
     Raises:
         FlowAlignError: unknown or unreadable source, empty or duplicate lines, or fewer prompts than ``count``.
     """
-    if source.startswith("shapes:"):
-        return _shapes(source, SHAPES_COUNT if count is None else count, seed)
+    if source.startswith(("shapes:", "signs:")):
+        return _of_world(source, WORLD_COUNT if count is None else count, seed)
     path = Path(source)
     if path.suffix not in (".txt", ".jsonl"):
-        expected = " or ".join(repr(name) for name in SHAPES_SOURCES)
-        raise FlowAlignError(f"prompts {source!r}: unknown source; expected {expected}, or a .txt or .jsonl file")
+        expected = ", ".join(repr(name) for name in WORLD_SOURCES)
+        raise FlowAlignError(f"prompts {source!r}: unknown source; expected one of {expected}, or a .txt or .jsonl file")
     if not path.is_file():
         raise FlowAlignError(f"prompts {source!r}: no such file; give the path of a .txt or .jsonl file of prompts")
     try:
@@ -77,17 +79,22 @@ def load_prompts(source: str, count: int | None = None, seed: int = 0) -> list[P
     return [prompts[i] for i in sorted(order.tolist())]
 
 
-def _shapes(source: str, count: int, seed: int) -> list[Prompt]:
-    # Here, so that reading a prompt file does not import the world.
-    from flowalign.data.worlds import shapes
+def _of_world(source: str, count: int, seed: int) -> list[Prompt]:
+    """Captions of a world; those of signs have the text to write as metadata "text", which the judge of text reads."""
+    # Here, so that reading a prompt file does not import the worlds.
+    from flowalign.data.worlds import shapes, signs
 
-    if source not in SHAPES_SOURCES:
-        raise FlowAlignError(f"prompts {source!r}: the shapes world has the sources {' and '.join(SHAPES_SOURCES)}")
+    world = source.partition(":")[0]
+    own = [name for name in WORLD_SOURCES if name.startswith(f"{world}:")]
+    if source not in own:
+        raise FlowAlignError(f"prompts {source!r}: the {world} world has the sources {' and '.join(own)}")
+    split: Literal["train", "held_out"] = "train" if source.endswith(":train") else "held_out"
     try:
-        texts = shapes.prompts("train" if source == "shapes:train" else "held_out", count, seed)
+        if world == "shapes":
+            return [Prompt(text) for text in shapes.prompts(split, count, seed)]
+        return [Prompt(text, {"text": signs.parse(text).text}) for text in signs.prompts(split, count, seed)]
     except ValueError as error:
         raise FlowAlignError(f"prompts {source!r}: {error}") from None
-    return [Prompt(text) for text in texts]
 
 
 def _from_text(line: str, where: str) -> Prompt:
@@ -103,10 +110,11 @@ def _from_json(line: str, where: str) -> Prompt:
         ) from None
     if not isinstance(record, dict):
         raise FlowAlignError(f'{where}: {type(record).__name__} came, expected an object like {{"prompt": "a cat"}}')
-    text = record.get("prompt", record.get("text"))
+    key = "prompt" if "prompt" in record else "text"
+    text = record.get(key)
     if not isinstance(text, str) or not text.strip():
         raise FlowAlignError(f'{where}: no text; expected a key "prompt" or "text" with a sentence')
-    return Prompt(text.strip(), {k: v for k, v in record.items() if k not in ("prompt", "text")})
+    return Prompt(text.strip(), {k: v for k, v in record.items() if k != key})
 
 
 def _refuse_duplicates(prompts: Sequence[Prompt], source: str) -> None:

@@ -1,0 +1,1 @@
+"""OCR: whether a picture shows the text that its prompt quotes."""
