@@ -283,7 +283,7 @@ def tiny(folder: Path, file: str, head: Head) -> dict[str, Any]:
     for key, name in published_names(module).items():
         shape = module.state_dict()[key].shape
         # Sums of inputs keep their variance, or gain: pictures and prompts must make a difference.
-        gain, inputs = (1 if name.startswith("mlp.") else 2), math.prod(shape[1:]) if len(shape) > 1 else 100
+        gain, inputs = (1.2 if name.startswith("mlp.") else 1.5), math.prod(shape[1:]) if len(shape) > 1 else 100
         noise = torch.randn(shape, generator=generator) * gain / math.sqrt(inputs)
         is_gain = len(shape) == 1 and "norm" in key.lower() and key.endswith("weight")
         state[name if name.startswith("mlp.") else f"blip.{name}"] = noise + 1 if is_gain else noise
