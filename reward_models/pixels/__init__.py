@@ -1,0 +1,1 @@
+"""Statistics of pixels that show what an optimisation does to pictures and videos."""
