@@ -52,14 +52,14 @@ class OpenCLIPFeatures:
     ) -> None:
         library = _library(name)
         config, folder = _config(library, model, name)
-        built = _build(library, config["model_cfg"], model, name)
+        self.tokenizer = _tokenizer(library, config["model_cfg"]["text_cfg"], folder, name)
         found = weights.locate(_file_in(file, path), path, name, sha256)
-        # Among torch files open_clip's own hold the state dict itself, training checkpoints hold it under a key.
+        built = _build(library, config["model_cfg"], model, name)
+        self.size = _square(built.visual.image_size, model, name)
+        # Of torch files, those of open_clip's own layout hold the state dict itself, training checkpoints under a key.
         key = None if found.suffix == ".bin" else "state_dict"
         weights.load_strict(built, weights.read(found, name, key), name)
         self.model = built.to(device).eval().requires_grad_(False)
-        self.tokenizer = _tokenizer(library, config["model_cfg"]["text_cfg"], folder, name)
-        self.size = _square(built.visual.image_size, model, name)
         pictures = config.get("preprocess_cfg", {})
         self.mean = tuple(pictures.get("mean") or library.OPENAI_DATASET_MEAN)
         self.std = tuple(pictures.get("std") or library.OPENAI_DATASET_STD)
@@ -110,11 +110,11 @@ def _config(library: Any, model: str, name: str) -> tuple[dict[str, Any], Path |
                 f"reward {name!r}: {str(path)!r} cannot be read ({error}); give a configuration of open_clip"
             ) from None
         config = read if isinstance(read, dict) and "model_cfg" in read else {"model_cfg": read}
-        wanted = {"embed_dim", "vision_cfg", "text_cfg"}
-        if not isinstance(config["model_cfg"], dict) or not wanted <= config["model_cfg"].keys():
+        wanted = {"embed_dim": int, "text_cfg": dict, "vision_cfg": dict}
+        inner = config["model_cfg"]
+        if not isinstance(inner, dict) or not all(isinstance(inner.get(key), kind) for key, kind in wanted.items()):
             raise FlowAlignError(
-                f"reward {name!r}: {str(path)!r} does not hold {', '.join(sorted(wanted))}; give a configuration of "
-                "open_clip"
+                f"reward {name!r}: {str(path)!r} does not hold {', '.join(wanted)}; give a configuration of open_clip"
             )
         return config, path.parent
     known = library.list_models()
@@ -163,24 +163,31 @@ def _tokenizer(library: Any, config: Mapping[str, Any], folder: Path | None, nam
     source = str(folder) if folder is not None else hub  # as open_clip does: a folder holds its tokenizer
     try:
         other = module.HFTokenizer(source, length, tokenizer_mode=config.get("tokenizer_mode"), **kwargs)
+        long = other(["a " * length])[0].tolist()
     except (OSError, ValueError) as error:
         raise FlowAlignError(
             f"reward {name!r}: no tokenizer in {source!r} ({str(error).splitlines()[0]}); put its files beside {CONFIG}"
         ) from None
-    _check_vocabulary(len(other.tokenizer), other.tokenizer.eos_token_id, config, name)
+    end = other.tokenizer.eos_token_id
+    if end not in long:
+        raise FlowAlignError(
+            f"reward {name!r}: the tokenizer in {source!r} ends a text that is too long with token {long[-1]}, not with "
+            f"its end {end}; give one that ends every text"
+        )
+    _check_vocabulary(len(other.tokenizer), end, config, name)
     return other
 
 
-def _check_vocabulary(tokens: int, end: int, config: Mapping[str, Any], name: str) -> None:
-    """A token that the model lacks would fail in the middle of a run; features are read off at the end of the text,
+def _check_vocabulary(count: int, end: int, config: Mapping[str, Any], name: str) -> None:
+    """A token that the model lacks would fail in the middle of a run; and features are read off at the end of a text,
     which the model takes to be its largest token, or a configured one."""
     size = config.get("vocab_size", DEFAULT_VOCABULARY)
-    if tokens > size:
+    if count > size:
         raise FlowAlignError(
-            f"reward {name!r}: the tokenizer has {tokens} tokens, but the model {size}; give those that belong together"
+            f"reward {name!r}: the tokenizer has {count} tokens, but the model {size}; give those that belong together"
         )
     pool = config.get("pool_type", "argmax")
-    expected = {"argmax": tokens - 1, "eos": config.get("eos_id", 2)}.get(pool, end)
+    expected = {"argmax": count - 1, "eos": config.get("eos_id", 2)}.get(pool, end)
     if end != expected:
         raise FlowAlignError(
             f"reward {name!r}: the tokenizer ends a text with token {end}, but the model (pool_type {pool!r}) reads "

@@ -15,7 +15,7 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 EXACT = 1e-6
 """HPSv2's transform resizes tensors, as ours does."""
 ROUNDED = 0.02
-"""Mean, in normalised units: Hugging Face resizes bytes and rounds them twice, 0.5 / 255 / 0.27 = 0.007 at most each."""
+"""Mean, in normalised units: Hugging Face resizes bytes and rounds twice, by 0.5 / 255 / 0.27 = 0.007 at most each."""
 SIZES = {  # of a picture: after fitting it into 224 x 224, and the bars above and left of it, by hand
     (300, 300): ((224, 224), (0, 0)),
     (300, 533): ((126, 224), (49, 0)),  # 126.08
