@@ -81,25 +81,36 @@ class CLIPFeatures:
         path: folder or hub name of the weights.
         processor: folder or hub name of tokenizer and image statistics; None = ``path``.
         name: of the reward, for messages.
+        parameter: what the reward calls ``path``, for messages.
 
     Raises:
-        FlowAlignError: either cannot be loaded.
+        FlowAlignError: either cannot be loaded, or weights are missing.
     """
 
-    def __init__(self, path: str, processor: str | None, device: torch.device | str, name: str) -> None:
+    def __init__(
+        self, path: str, processor: str | None, device: torch.device | str, name: str, parameter: str = "path"
+    ) -> None:
+        from safetensors import SafetensorError
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
         source = path
         try:
-            model: Any = CLIPModel.from_pretrained(path, dtype=torch.float32)
+            loaded: Any = CLIPModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
             source = processor or path
             images: Any = CLIPImageProcessor.from_pretrained(source)
             self.tokenizer: Any = CLIPTokenizer.from_pretrained(source)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise FlowAlignError(
                 f"reward {name!r}: {source!r} cannot be loaded ({str(error).splitlines()[0]}); check the connection, "
-                "or give a local folder as params.path and params.processor"
+                f"or give a local folder as params.{parameter} and params.processor"
             ) from None
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):  # transformers would leave them random, with a warning
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise FlowAlignError(
+                f"reward {name!r}: {path!r} lacks {', '.join(missing[:3])}{more}; give the published weights as "
+                f"params.{parameter}"
+            )
         self.model = model.to(device).eval().requires_grad_(False)
         self.size = int(self.model.config.vision_config.image_size)
         self.mean, self.std = tuple(images.image_mean), tuple(images.image_std)

@@ -171,8 +171,8 @@ def _tokenizer(library: Any, config: Mapping[str, Any], folder: Path | None, nam
     end = other.tokenizer.eos_token_id
     if end not in long:
         raise FlowAlignError(
-            f"reward {name!r}: the tokenizer in {source!r} ends a text that is too long with token {long[-1]}, not with "
-            f"its end {end}; give one that ends every text"
+            f"reward {name!r}: the tokenizer in {source!r} ends a text that is too long with token {long[-1]}, not "
+            f"with its end {end}; give one that ends every text"
         )
     _check_vocabulary(len(other.tokenizer), end, config, name)
     return other

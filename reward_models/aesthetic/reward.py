@@ -73,7 +73,7 @@ class Aesthetic:
     ) -> None:
         name = self.spec.name
         state = weights.read(weights.locate(HEAD, path, name, sha256), name)
-        self.clip = CLIPFeatures(clip, processor, device, name)
+        self.clip = CLIPFeatures(clip, processor, device, name, "clip")
         with torch.random.fork_rng(devices=[]):  # initial weights are drawn globally, and are overwritten
             self.head = AestheticHead(int(self.clip.model.config.projection_dim))
         weights.load_strict(self.head, state, name)
