@@ -96,7 +96,10 @@ def columns(scored: Mapping[str, Scored]) -> Columns:
 
 
 def check_invalid_share(
-    values: Mapping[str, Tensor], prompts: Sequence[str], limit: float, reasons: Mapping[str, str]
+    values: Mapping[str, Tensor],
+    prompts: Sequence[str],
+    limit: float,
+    reasons: Mapping[str, str] | None = None,
 ) -> float:
     """The share of samples that some reward could not score.
 
@@ -116,7 +119,7 @@ def check_invalid_share(
         share = float(missing.float().mean()) if len(prompts) else 0.0
         if share > limit:
             first = list(dict.fromkeys(prompts[i] for i in missing.nonzero().flatten().tolist()))[:3]
-            why = f" ({reasons[name]})" if name in reasons else ""
+            why = f" ({reasons[name]})" if reasons and name in reasons else ""
             raise FlowAlignError(
                 f"reward {name!r}: {int(missing.sum())} of {len(prompts)} samples could not be scored ({share:.0%}, "
                 f"more than max_invalid {limit:.0%}), first for {', '.join(map(repr, first))}{why}; mend the reward or "

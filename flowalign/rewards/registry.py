@@ -18,19 +18,31 @@ from flowalign.types import FlowAlignError
 ENTRY_POINTS = "flowalign.rewards"
 
 BUILT_IN = {
-    "shapes-verifier": "reward_models.shapes_verifier.reward:ShapesVerifier",
-    "pickscore": "reward_models.pickscore.reward:PickScore",
+    "aesthetic": "reward_models.aesthetic.reward:Aesthetic",
+    "background-consistency": "reward_models.consistency.reward:BackgroundConsistency",
+    "brightness": "reward_models.pixels.reward:Brightness",
     "clipscore": "reward_models.clipscore.reward:CLIPScore",
+    "colour-entropy": "reward_models.pixels.reward:ColourEntropy",
+    "cyclereward": "reward_models.cyclereward.reward:CycleReward",
+    "geneval": "reward_models.geneval.reward:GenEval",
+    "hpsv2": "reward_models.hpsv2.reward:HPSv2",
+    "hpsv2.1": "reward_models.hpsv2.reward:HPSv21",
+    "imagereward": "reward_models.imagereward.reward:ImageReward",
     "jpeg-compressibility": "reward_models.jpeg.reward:JPEGCompressibility",
     "jpeg-incompressibility": "reward_models.jpeg.reward:JPEGIncompressibility",
+    "motion-energy": "reward_models.pixels.reward:MotionEnergy",
+    "ocr": "reward_models.ocr.reward:OCR",
+    "pickscore": "reward_models.pickscore.reward:PickScore",
+    "shapes-verifier": "reward_models.shapes_verifier.reward:ShapesVerifier",
+    "sharpness": "reward_models.pixels.reward:Sharpness",
+    "subject-consistency": "reward_models.consistency.reward:SubjectConsistency",
+    "temporal-flicker": "reward_models.pixels.reward:TemporalFlicker",
 }
-RESERVED = ("geneval", "ocr", "hpsv2", "hpsv2.1", "imagereward", "aesthetic")
-"""Names that published recipes use and that flowalign will give a meaning, but has not yet."""
 
 
 def names() -> list[str]:
-    """All names that a recipe may use: built in, reserved, and those of installed plug-ins."""
-    return sorted({*BUILT_IN, *RESERVED, *_plugged_in()})
+    """All names that a recipe may use: built in, and those of installed plug-ins."""
+    return sorted({*BUILT_IN, *_plugged_in()})
 
 
 def _plugged_in() -> dict[str, str]:
@@ -56,15 +68,10 @@ def load(name: str) -> Callable[..., Reward]:
         name: built in, of an entry point "flowalign.rewards", or "module:Class".
 
     Raises:
-        FlowAlignError: the name is unknown or only reserved, or its module or class cannot be imported.
+        FlowAlignError: the name is unknown, or its module or class cannot be imported.
     """
     check_name(name)
     target = BUILT_IN.get(name) or _plugged_in().get(name) or name
-    if name in RESERVED and target == name:
-        raise FlowAlignError(
-            f"reward {name!r}: the name is reserved, but this version of flowalign does not have the reward yet; use "
-            f"{', '.join(BUILT_IN)}, or your own as 'module:Class'"
-        )
     module, _, attribute = target.partition(":")
     try:
         loaded: Callable[..., Reward] = getattr(importlib.import_module(module), attribute)

@@ -38,17 +38,24 @@ class ShapesVerifier:
         self.score: Literal["soft", "strict"] = score
 
     def __call__(self, media: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None) -> Scored:
-        """(B, 1, 3, 64, 64) in [0, 1] and B captions to B scores; nan where a caption is outside the world's grammar.
+        """(B, 1, 3, 64, 64) in [0, 1] and B captions to B scores.
+
+        A caption outside the world's grammar and a picture of another size have no score.
 
         Raises:
-            FlowAlignError: pictures of another size.
+            FlowAlignError: more than one frame.
         """
         check_media(media, prompts, "shapes-verifier")
-        if media.shape[1] != 1 or media.shape[3:] != (shapes.SIZE, shapes.SIZE):
+        if media.shape[1] != 1:
             raise FlowAlignError(
-                f"shapes-verifier: got {media.shape[1]} frames of {media.shape[3]}x{media.shape[4]} pixels, expected "
-                f"one of {shapes.SIZE}x{shapes.SIZE}; it judges pictures of the shapes world only"
+                f"shapes-verifier: got {media.shape[1]} frames, expected one; score videos through a Judge"
             )
+        if media.shape[3:] != (shapes.SIZE, shapes.SIZE):
+            reason = (
+                f"shapes-verifier judges pictures of {shapes.SIZE}x{shapes.SIZE} pixels, not of "
+                f"{media.shape[3]}x{media.shape[4]}"
+            )
+            return Scored(torch.full((len(prompts),), torch.nan), {}, ({"reason": reason},) * len(prompts))
         problems = [_problem(text) for text in prompts]
         known = [i for i, problem in enumerate(problems) if problem is None]
         verdict = shapes_verifier.verify(media[known].detach().float().clamp(0, 1), [prompts[i] for i in known])

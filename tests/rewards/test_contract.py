@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from flowalign.data.worlds import shapes, shapes_render
 from flowalign.rewards import contract, registry
 from flowalign.rewards.base import Scored
 from flowalign.rewards.judge import Judge
 from tests.training.toy import spec
 
-CAPTIONS = ("a red circle", "two blue squares", "a green square left of a red cross", "a photo of a cat")
-
-
-def shapes_example() -> contract.Example:
-    renders = [shapes_render.render(shapes.parse(text), np.random.default_rng(0)) for text in CAPTIONS[:3]]
-    pictures = [torch.from_numpy(np.asarray(p)).permute(2, 0, 1).float() for p in renders]
-    return contract.Example(torch.stack([*pictures, pictures[0]])[:, None], CAPTIONS, valid=3)
-
 
 @pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
-def test_every_reward_keeps_the_contract(name: str, weights) -> None:
-    if name == "shapes-verifier":
-        judge, example = registry.create(name), shapes_example()
-    elif name.startswith("jpeg"):
-        judge, example = registry.create(name), contract.default_example("image")
-    else:
-        judge = registry.create(name, path=str(weights), processor=str(weights))
-        example = contract.default_example(judge.spec.modality)
+def test_every_reward_keeps_the_contract(name: str, tmp_path: Path) -> None:
+    fixture = importlib.import_module(registry.load(name).__module__.rpartition(".")[0] + ".fixture")
+    judge = registry.create(name, **fixture.tiny(tmp_path, name))
+    example = fixture.example(name) if hasattr(fixture, "example") else contract.default_example(judge.spec.modality)
     found = contract.check(judge, example)
     assert len(found) == 8
     assert not [f for f in found if not f.passed]
+
+
+@pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
+def test_every_reward_says_what_it_is(name: str) -> None:
+    made = registry.load(name)
+    assert made.spec.name == name
+    card = Path(importlib.import_module(made.__module__).__file__).with_name("card.md").read_text()
+    assert name in card.splitlines()[0]
+    assert all(file.repository.removeprefix("PyPI ") in card for file in made.spec.weights)
 
 
 class Good:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from flowalign.data.worlds import shapes, shapes_render
 from flowalign.rewards import registry
-from flowalign.types import FlowAlignError
 
 
 def renders(captions):
@@ -40,6 +38,8 @@ def test_captions_outside_the_grammar_are_invalid_not_zero() -> None:
     assert torch.isnan(nothing.score).all()
 
 
-def test_other_sizes_are_refused() -> None:
-    with pytest.raises(FlowAlignError, match="32x64 pixels, expected one of 64x64"):
-        registry.create("shapes-verifier")(torch.zeros(1, 1, 3, 32, 64), ["a red circle"])
+def test_pictures_of_another_size_have_no_score_and_do_not_hinder_the_others() -> None:
+    media = [torch.zeros(1, 3, 32, 64), renders(CAPTIONS[:1])[0]]
+    scored = registry.create("shapes-verifier")(media, [CAPTIONS[0]] * 2)
+    assert scored.valid.tolist() == [False, True]
+    assert scored.details[0]["reason"] == "shapes-verifier judges pictures of 64x64 pixels, not of 32x64"
