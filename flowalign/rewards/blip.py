@@ -70,7 +70,7 @@ Head = Callable[[int], nn.Sequential]
 
 
 class BLIP(nn.Module):
-    """The network of a judge, with random weights.
+    """The network of a judge, without values until `load`: random ones would take longer than reading the file.
 
     Args:
         vision, text: arguments of transformers' BlipVisionConfig and BlipTextConfig.
@@ -81,12 +81,27 @@ class BLIP(nn.Module):
         from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
         super().__init__()
-        with torch.random.fork_rng(devices=[]):  # making layers draws from the global generator
+        with torch.device("meta"):
             self.vision: Any = BlipVisionModel(BlipVisionConfig(**vision, hidden_act="gelu", layer_norm_eps=VISION_EPS))
             # Only a decoder is given cross-attention, but these judges read both ways: see `forward`.
             self.text: Any = BlipTextModel(BlipTextConfig(**text, is_decoder=True), add_pooling_layer=False)
             self.head = head(int(text["hidden_size"]))
         self.eval().requires_grad_(False)
+
+    def allocate(self) -> None:
+        """Makes room on the CPU, and the one value that is neither a weight nor a parameter.
+
+        Raises:
+            FlowAlignError: transformers has come to keep others, which would stay undefined.
+        """
+        self.to_empty(device="cpu")
+        self.text.embeddings.position_ids = torch.arange(self.text.config.max_position_embeddings)[None]
+        others = {key for key, _ in self.named_buffers()} - {*self.state_dict(), "text.embeddings.position_ids"}
+        if others:
+            raise FlowAlignError(
+                f"transformers: its BLIP keeps {', '.join(sorted(others))}, which flowalign does not know; install "
+                "transformers 5.24"
+            )
 
     def forward(self, pixels: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """Pixels (N, 3, S, S), normalised, and tokens (N, L) with their mask to (N,); differentiable in the pixels."""
@@ -120,6 +135,7 @@ def load(weights: Path, config: Path, head: Head, name: str) -> BLIP:
     vision = _vision_config(state, name)
     text = _text_config(config, name) | {"encoder_hidden_size": vision["hidden_size"]}
     module = BLIP(vision, text, head)
+    module.allocate()
     ours = {theirs: key for key, theirs in published_names(module).items()}
     load_strict(module, {ours.get(key, key): value for key, value in state.items() if key not in UNUSED}, name)
     return module
@@ -170,7 +186,7 @@ def _tokenizer(source: str, vocabulary: int, name: str) -> Any:
     advice = "check the connection, or give a folder of bert-base-uncased as params.tokenizer"
     try:
         tokenizer = BertTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:  # TypeError: no vocabulary, transformers 4
         reason = str(error).splitlines()[0]
         raise FlowAlignError(f"reward {name!r}: {source!r} cannot be loaded ({reason}); {advice}") from None
     dec, enc = SPECIAL_TOKENS
@@ -256,7 +272,7 @@ def tiny(folder: Path, file: str, head: Head) -> dict[str, Any]:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters), "red", "cat", "##ed"]
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer" / "vocab.txt").write_text("\n".join(words) + "\n")
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": len(words) + len(SPECIAL_TOKENS),
         "hidden_size": 32,
         "intermediate_size": 64,
