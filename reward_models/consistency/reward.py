@@ -54,7 +54,7 @@ def _score(media: Tensor, prompts: Sequence[str], name: str, features: Callable[
     if media.shape[1] < 2:
         reason = {"reason": f"{name} compares frames, and there is only one"}
         return Scored(torch.full((len(prompts),), torch.nan), {}, (reason,) * len(prompts))
-    return Scored(consistency(features(media.flatten(0, 1)).unflatten(0, media.shape[:2])))
+    return Scored(consistency(features(media.flatten(0, 1)).view(*media.shape[:2], -1)))
 
 
 class SubjectConsistency:

@@ -135,5 +135,6 @@ class MotionEnergy(_Pixels):
     @staticmethod
     def measure(media: Tensor) -> Tensor:
         block = min(BLOCK, *media.shape[-2:])
-        coarse = functional.avg_pool2d(media.flatten(0, 1), block).unflatten(0, media.shape[:2])
+        coarse = functional.avg_pool2d(media.flatten(0, 1), block)
+        coarse = coarse.view(*media.shape[:2], *coarse.shape[1:])
         return coarse.diff(dim=1).square().mean((1, 2, 3, 4))
