@@ -25,7 +25,8 @@ def write(folder: Path, activation: str) -> None:
     letters = list(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
     tokens = [*letters, *(letter + "</w>" for letter in letters), "ca", "<|startoftext|>", "<|endoftext|>"]
     vocab = {token: i for i, token in enumerate(tokens)}
-    CLIPTokenizer(vocab=vocab, merges=[("c", "a")], model_max_length=77).save_pretrained(folder)
+    merges: list[Any] = [("c", "a")]  # declared as list[str], read as pairs
+    CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77).save_pretrained(folder)
     small: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,

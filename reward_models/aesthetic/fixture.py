@@ -25,6 +25,7 @@ def tiny(folder: Path, name: str) -> dict[str, Any]:
         for parameter in head.parameters():
             # Keeps the size of what passes through, so that pictures differ in their ratings.
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
-        head.layers[-1].bias.fill_(5.0)
-    torch.save(head.state_dict(), folder / HEAD.file)
+    state = head.state_dict()
+    state["layers.7.bias"].fill_(5.0)
+    torch.save(state, folder / HEAD.file)
     return {"path": str(folder), "clip": str(folder)}
