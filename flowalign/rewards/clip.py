@@ -111,6 +111,11 @@ class CLIPFeatures:
                 f"reward {name!r}: {path!r} lacks {', '.join(missing[:3])}{more}; give the published weights as "
                 f"params.{parameter}"
             )
+        if len(self.tokenizer) != model.config.text_config.vocab_size:  # without its files, transformers makes it up
+            raise FlowAlignError(
+                f"reward {name!r}: the tokenizer of {source!r} has {len(self.tokenizer)} tokens, the model "
+                f"{model.config.text_config.vocab_size}; give the folder of its own tokenizer as params.processor"
+            )
         self.model = model.to(device).eval().requires_grad_(False)
         self.size = int(self.model.config.vision_config.image_size)
         self.mean, self.std = tuple(images.image_mean), tuple(images.image_std)

@@ -14,7 +14,11 @@ from flowalign.rewards.clip import CLIPFeatures
 from flowalign.types import Metadata
 
 CLIP = "openai/clip-vit-large-patch14"
-HEAD = WeightFile("camenduru/improved-aesthetic-predictor", "sac+logos+ava1-l14-linearMSE.pth")
+HEAD = WeightFile(
+    "camenduru/improved-aesthetic-predictor",  # a copy: the publisher is not on the hub
+    "sac+logos+ava1-l14-linearMSE.pth",
+    sha256="21dd590f3ccdc646f0d53120778b296013b096a035a2718c9cb0d511bff0f1e0",
+)
 
 
 class AestheticHead(nn.Module):

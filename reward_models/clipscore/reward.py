@@ -43,3 +43,7 @@ class CLIPScore:
         """(B, F, 3, H, W) in [0, 1] and B prompts to B scores, with gradients to ``media``."""
         check_media(media, prompts, self.spec.name)
         return Scored(self.clip.cosine(media, prompts))
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves the weights."""
+        self.clip.to(device)

@@ -103,7 +103,7 @@ def test_a_file_on_its_own_with_its_checksum(folder) -> None:
         Aesthetic(path=str(file), clip=str(folder), sha256="0" * 64)
 
 
-def test_only_the_published_files_are_fetched(folder, monkeypatch) -> None:
+def test_only_the_published_file_is_fetched_and_another_in_its_place_is_refused(folder, monkeypatch) -> None:
     asked = []
 
     def fetch(repository, file, *, revision):
@@ -111,7 +111,7 @@ def test_only_the_published_files_are_fetched(folder, monkeypatch) -> None:
         return str(folder / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    with contract.no_sockets():
+    with contract.no_sockets(), pytest.raises(FlowAlignError, match=r"has sha256 .*, expected 21dd590f3ccd"):
         Aesthetic(clip=str(folder))
     assert asked == [("camenduru/improved-aesthetic-predictor", FILE)]
 
