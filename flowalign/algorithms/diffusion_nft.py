@@ -43,6 +43,8 @@ class DiffusionNFTSettings:
     Args:
         num_steps, schedule: of the rollout.
         noisings: random levels of the grid at which each endpoint is learnt from; the authors use all but the last.
+        noisy_levels: draw them from the first, noisiest levels only, where composition is decided; null = from all but
+            the last.
         nft_beta: b; smaller is a larger implied step.
         kl_weight: of mean (v - v_reference)^2.
         advantage_clip: a.
@@ -53,6 +55,7 @@ class DiffusionNFTSettings:
     num_steps: PositiveInt = 10
     schedule: schedule.ScheduleName = "diffusers"
     noisings: PositiveInt = 4
+    noisy_levels: PositiveInt | None = None
     nft_beta: PositiveFloat = 1.0
     kl_weight: NonNegativeFloat = 1e-4
     advantage_clip: PositiveFloat = 5.0
@@ -60,11 +63,21 @@ class DiffusionNFTSettings:
     updates: Literal[1] = 1
 
     def __post_init__(self) -> None:
-        if self.noisings > self.num_steps - 1:
+        if self.noisy_levels is not None and self.noisy_levels > self.num_steps - 1:
             raise ValueError(
-                f"noisings: {self.noisings} different levels of a {self.num_steps}-step grid, whose last step is not "
-                f"learnt from; use at most {self.num_steps - 1} or raise num_steps"
+                f"noisy_levels: {self.noisy_levels} of a {self.num_steps}-step grid, whose last step is not learnt "
+                f"from; use at most {self.num_steps - 1} or raise num_steps"
             )
+        if self.noisings > self.levels:
+            raise ValueError(
+                f"noisings: {self.noisings} different levels out of {self.levels}; lower it, or raise num_steps or "
+                "noisy_levels"
+            )
+
+    @property
+    def levels(self) -> int:
+        """How many levels of the grid, from the noisiest, are learnt from."""
+        return self.noisy_levels or self.num_steps - 1
 
 
 class DiffusionNFT:
@@ -87,7 +100,7 @@ class DiffusionNFT:
         s, clean = self.settings, samples.trajectory.final
         credit = combination.credit(scores, s.advantage_std, s.advantage_clip, clean.device)
         sources = [rng.generator(key, "diffusion_nft") for key in samples.keys]
-        levels = [torch.randperm(s.num_steps - 1, generator=g)[: s.noisings] for g in sources]
+        levels = [torch.randperm(s.levels, generator=g)[: s.noisings] for g in sources]
         sigma = self.sigmas[torch.stack(levels)].flatten().to(clean.device)
         noise = torch.stack([rng.normal(sources, clean.shape[1:], clean.device) for _ in range(s.noisings)], 1)
         sample = torch.arange(clean.shape[0], device=clean.device).repeat_interleave(s.noisings)

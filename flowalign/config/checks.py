@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from flowalign.config import explain
 from flowalign.config.document import KeyPath, Problem
 from flowalign.config.schema import LEARNS_FROM_DATA, PromptSettings, Recipe
-from flowalign.data.prompts import SHAPES_SOURCES
+from flowalign.data.prompts import WORLD_SOURCES, world_source
 from flowalign.rewards import registry
 from flowalign.types import FlowAlignError
 
@@ -124,7 +124,14 @@ def _samples_from_prompts(recipe: Recipe) -> list[Problem]:
 
 def _source(prompts: PromptSettings) -> list[Problem]:
     """The file is looked for when the run starts; here only whether it can be a source at all."""
-    if prompts.source in SHAPES_SOURCES or Path(prompts.source).suffix in {".txt", ".jsonl"}:
+    source = prompts.source
+    if source.startswith(tuple(f"{known}:" for known in WORLD_SOURCES)):
+        try:
+            world_source(source)
+        except FlowAlignError as error:
+            return [Problem(("prompts", "source"), str(error))]
         return []
-    expected = f"got {prompts.source!r}, expected {', '.join(SHAPES_SOURCES)} or a .txt or .jsonl file"
-    return [Problem(("prompts", "source"), expected + explain.nearest(prompts.source, SHAPES_SOURCES))]
+    if source in WORLD_SOURCES or Path(source).suffix in {".txt", ".jsonl"}:
+        return []
+    expected = f"got {source!r}, expected {', '.join(WORLD_SOURCES)} or a .txt or .jsonl file"
+    return [Problem(("prompts", "source"), expected + explain.nearest(source, WORLD_SOURCES))]

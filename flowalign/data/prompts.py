@@ -17,6 +17,8 @@ from flowalign.types import FlowAlignError, Metadata
 SHAPES_SOURCES = ("shapes:train", "shapes:held_out")
 SIGNS_SOURCES = ("signs:train", "signs:held_out")
 WORLD_SOURCES = (*SHAPES_SOURCES, *SIGNS_SOURCES)
+SKILLS = {"shapes": ("single", "color", "counting", "position", "binding"), "signs": ("word", "phrase")}
+"""Of each world, as its module has them; here, so that a recipe is checked without importing worlds."""
 WORLD_COUNT = 256
 """Prompts of a world where the number is left open."""
 
@@ -46,8 +48,9 @@ def load_prompts(source: str, count: int | None = None, seed: int = 0) -> list[P
     """Prompts of a source, each text once.
 
     Args:
-        source: "shapes:train", "shapes:held_out", "signs:train", "signs:held_out", a .txt file (one prompt a line) or
-            a .jsonl file (one object a line with "prompt" or "text"; all other keys become metadata).
+        source: "shapes:train", "shapes:held_out", "signs:train", "signs:held_out", each with ":SKILL+SKILL" behind it
+            where only some skills of the world are wanted; or a .txt file (one prompt a line) or a .jsonl file (one
+            object a line with "prompt" or "text"; all other keys become metadata).
         count: only so many; of a file, the first of a keyed permutation. None = all (256 of a world).
         seed: same arguments, same prompts.
 
@@ -59,7 +62,7 @@ def load_prompts(source: str, count: int | None = None, seed: int = 0) -> list[P
     path = Path(source)
     if path.suffix not in (".txt", ".jsonl"):
         expected = ", ".join(repr(name) for name in WORLD_SOURCES)
-        raise FlowAlignError(f"prompts {source!r}: unknown source; expected one of {expected}, or a .txt or .jsonl file")
+        raise FlowAlignError(f"prompts {source!r}: unknown source; expected {expected}, or a .txt or .jsonl file")
     if not path.is_file():
         raise FlowAlignError(f"prompts {source!r}: no such file; give the path of a .txt or .jsonl file of prompts")
     try:
@@ -84,17 +87,32 @@ def _of_world(source: str, count: int, seed: int) -> list[Prompt]:
     # Here, so that reading a prompt file does not import the worlds.
     from flowalign.data.worlds import shapes, signs
 
-    world = source.partition(":")[0]
-    own = [name for name in WORLD_SOURCES if name.startswith(f"{world}:")]
-    if source not in own:
-        raise FlowAlignError(f"prompts {source!r}: the {world} world has the sources {' and '.join(own)}")
-    split: Literal["train", "held_out"] = "train" if source.endswith(":train") else "held_out"
+    world, split, skills = world_source(source)
     try:
         if world == "shapes":
-            return [Prompt(text) for text in shapes.prompts(split, count, seed)]
-        return [Prompt(text, {"text": signs.parse(text).text}) for text in signs.prompts(split, count, seed)]
+            return [Prompt(text) for text in shapes.prompts(split, count, seed, skills or None)]
+        texts = signs.prompts(split, count, seed, skills or signs.SKILLS)
+        return [Prompt(text, {"text": signs.parse(text).text}) for text in texts]
     except ValueError as error:
         raise FlowAlignError(f"prompts {source!r}: {error}") from None
+
+
+def world_source(source: str) -> tuple[str, Literal["train", "held_out"], tuple[str, ...]]:
+    """World, split and skills of a source; no skills = all.
+
+    Raises:
+        FlowAlignError: no such source or skill.
+    """
+    name, _, listed = source.removeprefix("shapes:").removeprefix("signs:").partition(":")
+    world = source.partition(":")[0]
+    own = [known for known in WORLD_SOURCES if known.startswith(f"{world}:")]
+    if f"{world}:{name}" not in own:
+        raise FlowAlignError(f"prompts {source!r}: the {world} world has the sources {' and '.join(own)}")
+    skills = tuple(listed.split("+")) if listed else ()
+    if unknown := [skill for skill in skills if skill not in SKILLS[world]]:
+        known = ", ".join(SKILLS[world])
+        raise FlowAlignError(f"prompts {source!r}: no skill {unknown[0]!r}; expected some of {known}, joined by +")
+    return world, "train" if name == "train" else "held_out", skills
 
 
 def _from_text(line: str, where: str) -> Prompt:

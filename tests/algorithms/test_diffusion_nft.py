@@ -63,6 +63,13 @@ def test_items_depend_on_the_keys_and_not_on_the_batch() -> None:
     assert torch.allclose(first.items["x"], whole.items["x"][:12], atol=1e-6)
 
 
+def test_only_the_noisiest_levels_are_learnt_from_where_asked() -> None:
+    algorithm = build(noisings=2, noisy_levels=2)
+    _, batch = prepared(algorithm, Toy())
+    drawn = batch.items["sigma"].view(8, 2).sort(1, descending=True).values
+    assert torch.equal(drawn, algorithm.sigmas[:2].expand(8, 2))
+
+
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_gradient_by_hand(beta: float) -> None:
     """At v = v_old the gradient in v is 2 A (v_old - Y) sigma^2 / (w d), whatever b: spec 4, derived there."""
@@ -135,6 +142,10 @@ def test_a_few_iterations_raise_the_reward() -> None:
 def test_impossible_settings_and_foreign_samples_are_refused() -> None:
     with pytest.raises(ValidationError, match="noisings: 6"):
         build(noisings=6)
+    with pytest.raises(ValidationError, match="noisings: 3 different levels out of 2"):
+        build(noisings=3, noisy_levels=2)
+    with pytest.raises(ValidationError, match="noisy_levels: 6"):
+        build(noisy_levels=6)
     with pytest.raises(ValidationError, match="updates"):
         build(updates=2)
     algorithm, model = build(), Toy()

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowalign.data.prompts import KRepeatSampler, load_prompts
+from flowalign.data.prompts import SKILLS, KRepeatSampler, load_prompts
+from flowalign.data.worlds import shapes, signs
 from flowalign.types import FlowAlignError
 
 GEOMETRY = st.tuples(
@@ -154,3 +155,15 @@ def test_shapes_sources() -> None:
         load_prompts("shapes:test")
     with pytest.raises(FlowAlignError, match="held_out"):
         load_prompts("shapes:held_out", 10**6)
+
+
+def test_a_world_source_may_name_its_skills() -> None:
+    assert SKILLS == {"shapes": shapes.SKILLS, "signs": signs.SKILLS}
+    few = [p.text for p in load_prompts("shapes:train:counting+position", 60, 0)]
+    assert Counter(shapes.parse(text).skill for text in few) == {"counting": 30, "position": 30}
+    phrases = load_prompts("signs:held_out:phrase", 20, 0)
+    assert all(p.metadata["text"].count(" ") == 1 for p in phrases)
+    with pytest.raises(FlowAlignError, match="no skill 'colour'; expected some of single, color"):
+        load_prompts("shapes:train:colour")
+    with pytest.raises(FlowAlignError, match="has the sources signs:train and signs:held_out"):
+        load_prompts("signs:tran:word")
