@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from flowalign.types import Metadata
@@ -50,14 +51,14 @@ def plain(text: str) -> str:
 def in_reading_order(lines: Sequence[Line]) -> list[Line]:
     """From top to bottom, and within a row from left to right.
 
-    A piece stands in a row if its middle lies less than half a height, of the smaller of the two, from the middle of
-    the row's highest piece.
+    A piece stands in a row if its middle lies less than half a height, of the flattest piece, from the mean middle of
+    the row.
     """
     rows: list[list[Line]] = []
     for line in sorted(lines, key=_middle):
-        first = rows[-1][0] if rows else None
-        if first is not None and _middle(line) - _middle(first) < 0.5 * min(_height(line), _height(first)):
-            rows[-1].append(line)
+        row = rows[-1] if rows else []
+        if row and _middle(line) - fmean(map(_middle, row)) < 0.5 * min(map(_height, [*row, line])):
+            row.append(line)
         else:
             rows.append([line])
     return [line for row in rows for line in sorted(row, key=lambda line: line.left)]
@@ -76,7 +77,7 @@ def similarity(read: str, target: str) -> float:
 
     1 if ``target`` occurs in ``read``; else 1 - d / len(target) with the edit distance d, at most len(target).
 
-    Source: Flow-GRPO, arXiv 2505.05470, section 4.1.
+    Source: Flow-GRPO, arXiv 2505.05470, as its code has it.
     """
     if target in read:
         return 1.0

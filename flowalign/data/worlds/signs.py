@@ -47,18 +47,21 @@ LETTERS: dict[str, tuple[str, ...]] = {
     "white": ("black", "red", "blue", "green"),
 }
 """Colour of a plate -> colours of letters that can be read on it."""
+_WORDS = (
+    "open exit stop sale taxi bank hotel cafe park market museum garden beach police danger music pizza books free "
+    "menu juice quiet slow keys farm water video push fruit honey lunch movie ferry gym wax zebra junk query"
+)
+_PHRASES = (
+    "no entry, wet paint, keep left, bus stop, car park, ice cream, fresh fish, good news, road work, last bus, "
+    "hot tea, new menu, toy box, mind gap, two ways, blue room, jazz club, quick fix, red fox, dog walk"
+)
+_HELD_OUT_WORDS = "closed bakery hostel north yield enter coffee bridge planet silver"
+_HELD_OUT_PHRASES = "keep right, shop open, no fires, cold milk, bike path, green lamp"
 TEXTS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("word", "train"): tuple(
-        "open exit stop sale taxi bank hotel cafe park market museum garden beach police danger music pizza books free "
-        "menu juice quiet slow keys farm water video push fruit honey lunch movie ferry gym wax zebra junk query".split()
-    ),
-    ("word", "held_out"): tuple("closed bakery hostel north yield enter coffee bridge planet silver".split()),
-    ("phrase", "train"): (
-        *("no entry", "wet paint", "keep left", "bus stop", "car park", "ice cream", "fresh fish", "good news"),
-        *("road work", "last bus", "hot tea", "new menu", "toy box", "mind gap", "two ways", "blue room"),
-        *("jazz club", "quick fix", "red fox", "dog walk"),
-    ),
-    ("phrase", "held_out"): ("keep right", "shop open", "no fires", "cold milk", "bike path", "green lamp"),
+    ("word", "train"): tuple(_WORDS.split()),
+    ("word", "held_out"): tuple(_HELD_OUT_WORDS.split()),
+    ("phrase", "train"): tuple(_PHRASES.split(", ")),
+    ("phrase", "held_out"): tuple(_HELD_OUT_PHRASES.split(", ")),
 }
 """(skill, split) -> texts, in lower case."""
 SKILLS = ("word", "phrase")

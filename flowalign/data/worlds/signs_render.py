@@ -86,10 +86,15 @@ def _sign(lines: list[str], rng: np.random.Generator) -> tuple[Image.Image, Imag
     """Masks of a plate with its edge, and of what is drawn on it, both (_CANVAS, _CANVAS)."""
     face = list(TYPEFACES.values())[rng.integers(len(TYPEFACES))]
     fill = rng.uniform(0.85, 1.0)
-    letters = _fitted(lines, face, fill * 0.84 * _CANVAS, (0.28 if len(lines) == 1 else 0.5) * fill * _CANVAS)
+    letters = _fitted(lines, face, fill * 0.78 * _CANVAS, (0.28 if len(lines) == 1 else 0.5) * fill * _CANVAS)
     pad_x, pad_y = (round(value * _CANVAS) for value in (rng.uniform(0.055, 0.07), rng.uniform(0.07, 0.14)))
     wide, high = letters.width + 2 * pad_x, letters.height + 2 * pad_y
-    x, y = (round(rng.uniform(0.3, 0.7) * (_CANVAS - side)) for side in (wide, high))
+    tilt = float(rng.uniform(-2.5, 2.5))
+    sine, cosine = abs(math.sin(math.radians(tilt))), math.cos(math.radians(tilt))
+    # The tilted plate leaves a pixel free at every side.
+    halves = (wide * cosine + high * sine) / 2 + _FINE, (high * cosine + wide * sine) / 2 + _FINE
+    centre = tuple(half + rng.uniform(0.2, 0.8) * (_CANVAS - 2 * half) for half in halves)
+    x, y = round(centre[0] - wide / 2), round(centre[1] - high / 2)
     plate, drawn = Image.new("L", (_CANVAS, _CANVAS)), Image.new("L", (_CANVAS, _CANVAS))
     radius = round(rng.choice([0.0, 0.2, 0.5]) * pad_y)
     ImageDraw.Draw(plate).rounded_rectangle((x, y, x + wide, y + high), radius, fill=255)
@@ -98,8 +103,7 @@ def _sign(lines: list[str], rng: np.random.Generator) -> tuple[Image.Image, Imag
         box = (x + inset, y + inset, x + wide - inset, y + high - inset)
         ImageDraw.Draw(drawn).rounded_rectangle(box, max(radius - inset, 0), outline=255, width=_FINE)
     drawn.paste(letters, (x + pad_x, y + pad_y))
-    angle = float(rng.uniform(-3.0, 3.0))
-    plate, drawn = (mask.rotate(angle, Image.Resampling.BICUBIC) for mask in (plate, drawn))
+    plate, drawn = (mask.rotate(tilt, Image.Resampling.BICUBIC, center=centre) for mask in (plate, drawn))
     return plate, drawn
 
 
