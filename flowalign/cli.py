@@ -17,6 +17,7 @@ EXAMPLES = {
     "train": "flowalign train shapes/flow_grpo training.iterations=20 optimizer.lr=1e-4",
     "sample": 'flowalign sample shapes-sd3 --prompt "a red circle" --prompt "two blue squares" --guidance 1 --steps 10',
     "score": 'flowalign score out/ --reward shapes-verifier --prompt "a red circle"',
+    "rewards": "flowalign rewards list",
     "evaluate": "flowalign evaluate shapes-sd3 --lora runs/demo/lora --prompts shapes:held_out --seeds 0,1",
     "export": "flowalign export runs/demo/checkpoints/last --format diffusers --out my-lora",
 }
@@ -104,11 +105,75 @@ def _sample(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", default="out", help="folder for the pictures")
 
 
+def _judging(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="a parameter of a reward, such as pickscore.path=/weights; may be given several times",
+    )
+    command.add_argument("--device", help="cpu, cuda, cuda:1, ...; left out: the GPU if there is one")
+
+
 def _score(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", help="a picture, or a folder of pictures (with captions in metadata.jsonl, if any)")
-    command.add_argument("--reward", required=True, metavar="NAME[,NAME]", help="the judges")
-    command.add_argument("--prompt", metavar="TEXT", help="what all the pictures should show")
-    command.add_argument("--out", default="scores.csv", help="file for the scores")
+    command.add_argument(
+        "path",
+        help="a picture, a video or a folder of them; captions are in metadata.jsonl, in a .txt of the same name, or "
+        "come by --prompt",
+    )
+    command.add_argument("--reward", required=True, metavar="NAME[,NAME]", help="the judges; `flowalign rewards list`")
+    _judging(command)
+    command.add_argument("--prompt", metavar="TEXT", help="what all that has no caption should show")
+    command.add_argument(
+        "--out", default="scores.csv", metavar="FILE", help="table, .csv, .jsonl or .parquet, with a contact sheet"
+    )
+    command.add_argument(
+        "--frames",
+        default="mean",
+        metavar="POLICY",
+        help="of a video, for judges of images: first, middle, mean, min or uniform:K",
+    )
+    command.add_argument("--fps", type=_rate, metavar="N", help="frames a second to look at; left out: all")
+    command.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="files scored at a time")
+    command.add_argument(
+        "--max-megapixels", type=_rate, default=256.0, metavar="N", help="of all frames of a file that is still read"
+    )
+    command.add_argument(
+        "--restart", action="store_true", help="begin anew, instead of going on where a run was stopped"
+    )
+
+
+def _rewards(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, summary: str, example: str) -> argparse.ArgumentParser:
+        return actions.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=f"example:\n  flowalign rewards {example}",
+            formatter_class=_HelpFormatter,
+        )
+
+    listing = action("list", "list all judges with the facts about each", "list --json")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    show = action("show", "show all facts about a judge, its parameters and its card", "show pickscore")
+    show.add_argument("name", help="a name of the list, or package.module:Class")
+    show.add_argument("--json", action="store_true", help="as JSON")
+    check = action("check", "check that a judge keeps the contract", "check my_rewards:Sharpness --param radius=2")
+    check.add_argument("name", help="a name of the list, or package.module:Class")
+    _judging(check)
+    check.add_argument("--tiny", action="store_true", help="with tiny random weights, instead of the published ones")
+    serve = action("serve", "answer requests for scores over HTTP", "serve pickscore --port 8000 --token-env TOKEN")
+    serve.add_argument("names", nargs="+", metavar="NAME", help="the judges")
+    _judging(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    serve.add_argument("--port", type=_port, default=8000, help="0: any that is free")
+    token = serve.add_mutually_exclusive_group()
+    token.add_argument("--token-env", metavar="VARIABLE", help="environment variable with the token that clients show")
+    token.add_argument("--token", metavar="TEXT", help="the token itself, which others on this machine can see")
+    serve.add_argument("--allow-public", action="store_true", help="listen to other machines without a token")
 
 
 def _evaluate(command: argparse.ArgumentParser) -> None:
@@ -146,7 +211,8 @@ COMMANDS = {
     "demo": (_demo, "align the embedded model in a few minutes and show it before and after"),
     "train": (_train, "train a model as a recipe says"),
     "sample": (_sample, "make pictures from prompts"),
-    "score": (_score, "score pictures with rewards"),
+    "score": (_score, "score pictures and videos with rewards"),
+    "rewards": (_rewards, "list, show, check or serve the judges"),
     "evaluate": (_evaluate, "compare a model before and after, on equal prompts and seeds, with a bootstrap interval"),
     "export": (_export, "write a checkpoint as a file that diffusers loads"),
 }
@@ -167,6 +233,23 @@ def _whole(text: str, low: int) -> int:
         value = low - 1
     if value < low:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from {low}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = _non_negative(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port from 0 to 65535")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
     return value
 
 

@@ -15,7 +15,7 @@ from flowalign import __version__, cli
 from flowalign.types import FlowAlignError
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ["demo", "train", "sample", "score", "evaluate", "export"]
+COMMANDS = ["demo", "train", "sample", "score", "rewards", "evaluate", "export"]
 
 
 @pytest.fixture
@@ -80,6 +80,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["sample", "m", "--seed", "-1"],
         ["sample", "m", "a=b"],
         ["score", "x"],
+        ["score", "x", "--reward", "y", "--fps", "0"],
+        ["rewards"],
+        ["rewards", "show"],
+        ["rewards", "serve", "a", "--port", "70000"],
+        ["rewards", "serve", "a", "--token", "t", "--token-env", "T"],
         ["evaluate", "m", "--seeds", "0,0"],
         ["evaluate", "m", "--seeds", "0,x"],
         ["evaluate", "m", "--precision", "fp17"],
