@@ -71,8 +71,9 @@ class GenEval:
     def to(self, device: torch.device | str) -> None:
         """Moves the weights of detector and classifier, where they have any."""
         for part in (self.detector, self.classifier):
-            if hasattr(part, "to"):
-                part.to(device)
+            move = getattr(part, "to", None)
+            if move is not None:
+                move(device)
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None) -> Scored:

@@ -47,7 +47,8 @@ class Detection:
     colour: str | None = None
 
 
-class Clause(NamedTuple):
+@dataclass(frozen=True)
+class Clause:
     """``count`` objects of a class, of one colour and in relation to those of the clause ``target``, if asked for."""
 
     label: str
@@ -120,7 +121,8 @@ def read(metadata: Mapping[str, Any] | None, labels: Collection[str], colours: C
 def _clause(one: Any, where: str, index: int, labels: Collection[str], colours: Collection[str]) -> Clause:
     if not isinstance(one, Mapping) or not {"class", "count"} <= set(one) <= _CLAUSE_KEYS:
         raise ValueError(f"metadata: {where} is {one!r}, expected 'class' and 'count', maybe 'color' and 'position'")
-    label, count, colour, position = (one.get(key) for key in ("class", "count", "color", "position"))
+    label, count = one["class"], one["count"]
+    colour, position = one.get("color"), one.get("position")
     if label not in labels:
         raise ValueError(
             f"metadata: {where} asks for {label!r}, which the detector does not know{_near(label, labels)}"
