@@ -37,6 +37,10 @@ BUILT_IN = {
     "sharpness": "reward_models.pixels.reward:Sharpness",
     "subject-consistency": "reward_models.consistency.reward:SubjectConsistency",
     "temporal-flicker": "reward_models.pixels.reward:TemporalFlicker",
+    "unifiedreward": "reward_models.unifiedreward.reward:UnifiedReward",
+    "unifiedreward-video": "reward_models.unifiedreward.reward:UnifiedRewardVideo",
+    "vlm-judge": "reward_models.vlm_judge.reward:VLMJudge",
+    "vlm-judge-video": "reward_models.vlm_judge.reward:VLMJudgeVideo",
 }
 
 
