@@ -37,7 +37,7 @@ def wanted(prompt: str, metadata: Metadata | None) -> str:
         found = _QUOTED.search(prompt)
         if found is None:
             raise ValueError(f"prompt {prompt!r} has no text between double quotes, and no metadata 'text' came")
-        text, where = next(group for group in found.groups() if group is not None), f"prompt {prompt!r}"
+        text, where = str(next(group for group in found.groups() if group is not None)), f"prompt {prompt!r}"
     if not plain(text):
         raise ValueError(f"{where} asks for an empty text")
     return text

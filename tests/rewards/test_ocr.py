@@ -157,7 +157,7 @@ def renders(count: int) -> tuple[Tensor, tuple[str, ...]]:
 def test_right_texts_score_high_and_wrong_ones_low(ocr: OCR) -> None:
     pictures, captions = renders(20)
     right = ocr(pictures, captions)
-    # 399 of 400 renders score 1: two misses among 20 have a chance of 1e-3, and the seed is fixed.
+    # 995 of 1000 renders score 1: two misses among 20 have a chance of 0.5 %, and the seed is fixed.
     assert (right.score > 0.9).sum() >= 19
     known = [text for texts in signs.TEXTS.values() for text in texts]
     drawn = [signs.parse(caption).text.lower() for caption in captions[:6]]

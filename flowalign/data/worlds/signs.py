@@ -53,10 +53,10 @@ _WORDS = (
 )
 _PHRASES = (
     "no entry, wet paint, keep left, bus stop, car park, ice cream, fresh fish, good news, road work, last bus, "
-    "hot tea, new menu, toy box, mind gap, two ways, blue room, jazz club, quick fix, red fox, dog walk"
+    "hot tea, new menu, toy box, mind gap, two ways, blue room, jazz club, quick wash, red fox, dog walk"
 )
 _HELD_OUT_WORDS = "closed bakery hostel north yield enter coffee bridge planet silver"
-_HELD_OUT_PHRASES = "keep right, shop open, no fires, cold milk, bike path, green lamp"
+_HELD_OUT_PHRASES = "keep right, shop open, no tents, cold milk, bike path, green lamp"
 TEXTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("word", "train"): tuple(_WORDS.split()),
     ("word", "held_out"): tuple(_HELD_OUT_WORDS.split()),

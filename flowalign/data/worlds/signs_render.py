@@ -92,9 +92,9 @@ def _sign(lines: list[str], rng: np.random.Generator) -> tuple[Image.Image, Imag
     tilt = float(rng.uniform(-2.5, 2.5))
     sine, cosine = abs(math.sin(math.radians(tilt))), math.cos(math.radians(tilt))
     # The tilted plate leaves a pixel free at every side.
-    halves = (wide * cosine + high * sine) / 2 + _FINE, (high * cosine + wide * sine) / 2 + _FINE
-    centre = tuple(half + rng.uniform(0.2, 0.8) * (_CANVAS - 2 * half) for half in halves)
-    x, y = round(centre[0] - wide / 2), round(centre[1] - high / 2)
+    half_x, half_y = (wide * cosine + high * sine) / 2 + _FINE, (high * cosine + wide * sine) / 2 + _FINE
+    middle_x, middle_y = (half + rng.uniform(0.2, 0.8) * (_CANVAS - 2 * half) for half in (half_x, half_y))
+    x, y = round(middle_x - wide / 2), round(middle_y - high / 2)
     plate, drawn = Image.new("L", (_CANVAS, _CANVAS)), Image.new("L", (_CANVAS, _CANVAS))
     radius = round(rng.choice([0.0, 0.2, 0.5]) * pad_y)
     ImageDraw.Draw(plate).rounded_rectangle((x, y, x + wide, y + high), radius, fill=255)
@@ -103,7 +103,7 @@ def _sign(lines: list[str], rng: np.random.Generator) -> tuple[Image.Image, Imag
         box = (x + inset, y + inset, x + wide - inset, y + high - inset)
         ImageDraw.Draw(drawn).rounded_rectangle(box, max(radius - inset, 0), outline=255, width=_FINE)
     drawn.paste(letters, (x + pad_x, y + pad_y))
-    plate, drawn = (mask.rotate(tilt, Image.Resampling.BICUBIC, center=centre) for mask in (plate, drawn))
+    plate, drawn = (mask.rotate(tilt, Image.Resampling.BICUBIC, center=(middle_x, middle_y)) for mask in (plate, drawn))
     return plate, drawn
 
 
