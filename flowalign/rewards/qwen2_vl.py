@@ -8,7 +8,7 @@ positions count tokens along one axis instead of three, and rotary frequencies a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +30,10 @@ UNUSED = ("lm_head.weight",)
 """Published, since the files hold whole models, but no score depends on it."""
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers of the language model that a LoRA adapts."""
+
+
+Head = Callable[[int], nn.Module]
+"""Makes a judge's head for hidden states of a width; its layers are numbered as in the published file."""
 
 
 class LoRA(NamedTuple):
@@ -82,10 +86,11 @@ class Qwen2VL(nn.Module):
 
     Args:
         config: transformers' Qwen2VLConfig.
+        head: see `Head`.
         lora: None where the weights have none.
     """
 
-    def __init__(self, config: Any, head: nn.Module, lora: LoRA | None = None) -> None:
+    def __init__(self, config: Any, head: Head, lora: LoRA | None = None) -> None:
         from transformers import Qwen2VLModel
 
         super().__init__()
@@ -105,7 +110,7 @@ class Qwen2VL(nn.Module):
         self.visual.rotary_pos_emb = VisionRotary(
             vision.rope_parameters["rope_theta"], vision.embed_dim // vision.num_heads
         )
-        self.head = head
+        self.head = head(text.hidden_size)
         self.eval().requires_grad_(False)
 
     def features(self, media: Tensor, size: tuple[int, int]) -> Tensor:
@@ -172,7 +177,7 @@ class Qwen2VLScores:
 
     Args:
         state: the published weights, by the names of transformers 4.45.2; emptied on the way, for the sake of memory.
-        head: in float32, called "rm_head" in ``state``.
+        head: makes what is called "rm_head" in ``state``; kept in float32.
         base: folder or hub name of Qwen2-VL's configuration and tokenizer.
         tokens: where the head is asked, in the order in which they stand in ``template``.
         template: the question, with {text_prompt} in place of the prompt.
@@ -188,7 +193,7 @@ class Qwen2VLScores:
     def __init__(
         self,
         state: dict[str, Tensor],
-        head: nn.Module,
+        head: Head,
         *,
         base: str,
         tokens: Sequence[str],
