@@ -15,7 +15,7 @@ from flowalign.config.load import dump_recipe
 from flowalign.config.schema import AlgorithmSettings, DatasetSettings, Recipe, RewardSettings
 from flowalign.data.pairs import METADATA, PairData, load_pairs
 from flowalign.data.prompts import PromptData, load_prompts
-from flowalign.data.worlds import shapes_render
+from flowalign.data.worlds import shapes_render, signs_render
 from flowalign.models import load_model, lora
 from flowalign.models.base import Model
 from flowalign.rewards import registry
@@ -25,9 +25,10 @@ from flowalign.training.distributed import Workers
 from flowalign.training.trainer import TrainResult
 from flowalign.types import FlowAlignError
 
-SHAPES = "shapes"
-SHAPES_COUNT = 512
-"""Renders of the shapes world where the number is left open."""
+WORLDS = {"shapes": shapes_render.write_folder, "signs": signs_render.write_folder}
+"""Datasets that are rendered when they are asked for."""
+WORLD_COUNT = 512
+"""Renders of a world where the number is left open."""
 
 
 def build_model(recipe: Recipe, device: torch.device | str) -> Model:
@@ -109,30 +110,29 @@ def build_prompts(recipe: Recipe) -> PromptData:
 
 
 def build_pairs(recipe: Recipe, workers: Workers) -> PairData:
-    """Captioned images to learn from; the main process renders those of the shapes world into the output folder.
+    """Captioned images to learn from; the main process renders those of a world into the output folder.
 
     Raises:
         FlowAlignError: no such folder, or one that is not as `load_pairs` says.
     """
     settings, algorithm = recipe.dataset, recipe.algorithm
     if settings is None or not isinstance(algorithm, SFTSettings):
-        raise FlowAlignError("dataset: missing section; name a folder with a metadata.jsonl, or shapes")
-    folder = Path(settings.path)
-    if settings.path == SHAPES:
-        folder = _rendered_shapes(settings, Path(recipe.training.output), workers)
-    count = None if settings.path == SHAPES else settings.count
+        raise FlowAlignError("dataset: missing section; name a folder with a metadata.jsonl, or a world")
+    folder, count = Path(settings.path), settings.count
+    if settings.path in WORLDS:
+        folder, count = _rendered(settings, Path(recipe.training.output), workers), None
     pairs = load_pairs(folder, height=recipe.model.height, width=recipe.model.width, count=count, seed=settings.seed)
     return PairData(pairs, algorithm.batch_size)
 
 
-def _rendered_shapes(settings: DatasetSettings, output: Path, workers: Workers) -> Path:
+def _rendered(settings: DatasetSettings, output: Path, workers: Workers) -> Path:
     """A folder of renders that depends on its name only, so that a resumed run finds it."""
-    count = settings.count or SHAPES_COUNT
-    folder = output / "dataset" / f"shapes-{count}-{settings.seed}"
+    count = settings.count or WORLD_COUNT
+    folder = output / "dataset" / f"{settings.path}-{count}-{settings.seed}"
     if workers.is_main and not (folder / METADATA).is_file():
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        shapes_render.write_folder(partial, count, settings.seed)
+        WORLDS[settings.path](partial, count, settings.seed)
         partial.rename(folder)
     workers.barrier()
     return folder

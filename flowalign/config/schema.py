@@ -58,7 +58,8 @@ class PromptSettings:
     """Prompts to sample from; ``per_iteration`` prompts with ``group_size`` samples each, over all ranks.
 
     Args:
-        source: "shapes:train", "shapes:held_out", or a .txt (one prompt a line) or .jsonl file.
+        source: "shapes:train", "shapes:held_out", "signs:train", "signs:held_out" or, as in "shapes:train:counting",
+            only some skills of a world; or a .txt (one prompt a line) or .jsonl file.
         count: only so many prompts of the source; null = all of a file.
         negative: text that guidance steers away from; read only where guidance is not 1.
     """
@@ -77,7 +78,7 @@ class PromptSettings:
 
 @settings
 class DatasetSettings:
-    """Captioned images: a folder with metadata.jsonl (file_name, text), or "shapes" for ``count`` fresh renders."""
+    """Captioned images: a folder with metadata.jsonl (file_name, text), or "shapes" or "signs" for fresh renders."""
 
     path: Name
     count: PositiveInt | None = None

@@ -14,9 +14,7 @@ import torch
 from flowalign.core import rng
 from flowalign.types import FlowAlignError, Metadata
 
-SHAPES_SOURCES = ("shapes:train", "shapes:held_out")
-SIGNS_SOURCES = ("signs:train", "signs:held_out")
-WORLD_SOURCES = (*SHAPES_SOURCES, *SIGNS_SOURCES)
+WORLD_SOURCES = ("shapes:train", "shapes:held_out", "signs:train", "signs:held_out")
 SKILLS = {"shapes": ("single", "color", "counting", "position", "binding"), "signs": ("word", "phrase")}
 """Of each world, as its module has them; here, so that a recipe is checked without importing worlds."""
 WORLD_COUNT = 256

@@ -154,3 +154,11 @@ def test_a_published_scale_divides_the_weight(monkeypatch: pytest.MonkeyPatch) -
 def test_what_no_judge_can_do_is_refused_with_the_recipe(override: str, reason: str) -> None:
     with pytest.raises(FlowAlignError, match=reason):
         load_recipe("shapes/flow_grpo", [override])
+
+
+@pytest.mark.parametrize("world", ["shapes", "signs"])
+def test_a_world_is_rendered_as_a_dataset(world: str, workers: Workers, tmp_path: Path) -> None:
+    overrides = [f"dataset.path={world}", "dataset.count=4", "algorithm.batch_size=2", f"training.output={tmp_path}"]
+    pairs = build.build_pairs(load_recipe("shapes/sft", overrides), workers).pairs
+    assert len(pairs) == 4 and pairs.images([0]).shape == (1, 1, 3, 64, 64)
+    assert all(file.parent.name == f"{world}-4-0" or file.parent.parent.name == f"{world}-4-0" for file in pairs.files)
