@@ -103,6 +103,16 @@ def test_answers_keep_their_order_and_no_more_are_under_way_than_allowed(server)
     assert 2 <= server.most_at_once <= 4
 
 
+def test_waiting_for_its_turn_is_no_part_of_a_question_s_time(server) -> None:
+    def answer(text, attempt):
+        time.sleep(0.15)
+        return said("Score: 3")
+
+    server.answer = answer
+    scored = judge(server, concurrency=1, timeout=0.6)(media(6), list("abcdef"))  # 0.9 s in all
+    assert scored.valid.all() and server.most_at_once == 1
+
+
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_busy_or_failing_server_is_asked_again(server, status: int) -> None:
     server.answer = lambda text, attempt: (status, {}, "later") if attempt < 3 else said("Score: 7")
