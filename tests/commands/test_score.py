@@ -1,0 +1,423 @@
+"""``flowalign score``: every file is scored or named with a reason, and a run that was killed goes on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowalign import cli
+from flowalign.commands import reward_arguments, score, score_files, score_listing, score_sheet, score_table
+from flowalign.rewards.base import Scored
+from flowalign.rewards.judge import Judge
+from flowalign.types import FlowAlignError
+from tests.commands import media_folder
+from tests.commands.media_folder import picture
+from tests.training.toy import spec
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPTIONS = ["a red circle", "two blue squares", "a green square left of a red cross"]
+
+
+def run(path, *options, reward="shapes-verifier", out="") -> int:
+    return score.run(cli.parse(["score", str(path), "--reward", reward, "--out", str(out), *options]))
+
+
+def table(path: Path) -> dict[str, dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return {row["file_name"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three good pictures captioned in three ways, and four that cannot be scored."""
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    picture(folder / "a.png", CAPTIONS[0])
+    picture(folder / "b.webp", CAPTIONS[1])
+    (folder / "b.txt").write_text(CAPTIONS[1] + "\n")
+    picture(folder / "sub" / "c.png", CAPTIONS[2])
+    picture(folder / "naked.png", CAPTIONS[0])
+    Image.new("RGB", (32, 32)).save(folder / "small.png")
+    (folder / "broken.png").write_bytes(b"\x89PNG nothing")
+    rows = [("a.png", CAPTIONS[0]), ("./sub/c.png", CAPTIONS[2]), ("gone.png", "a red circle")]
+    rows += [("small.png", "a red circle"), ("broken.png", "a red circle")]
+    lines = [json.dumps({"file_name": name, "text": text}) for name, text in rows]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_scores_a_folder_and_lists_what_it_cannot(folder, capsys) -> None:
+    out = folder / "scores.csv"
+    assert run(folder, out=out) == 0
+    rows = table(out)
+    assert list(rows) == ["a.png", "b.webp", "broken.png", "gone.png", "naked.png", "small.png", "sub/c.png"]
+    for name in ("a.png", "b.webp", "sub/c.png"):
+        assert float(rows[name]["shapes-verifier"]) > 0.95 and rows[name]["invalid"] == ""
+    for name, reason in {
+        "naked.png": "no caption",
+        "small.png": "32x32",
+        "broken.png": "cannot be read",
+        "gone.png": "missing",
+    }.items():
+        assert rows[name]["shapes-verifier"] == "" and reason in rows[name]["invalid"]
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("naked.png  invalid: no caption") for line in printed)
+    (line,) = (line.split() for line in printed if line.startswith("shapes-verifier "))
+    known = np.array([float(rows[name]["shapes-verifier"]) for name in ("a.png", "b.webp", "sub/c.png")])
+    np.testing.assert_allclose(
+        [float(v) for v in line[1:5]], [known.mean(), known.std(), known.min(), known.max()], atol=6e-5
+    )
+    assert line[5:] == ["3", "4"]
+    assert not list(folder.glob("*.partial.jsonl")) and not list(folder.glob(".*"))
+
+
+def test_the_sheet_of_an_earlier_run_is_no_picture_to_score(folder) -> None:
+    out = folder / "scores.csv"
+    assert run(folder, out=out) == 0
+    first = out.read_bytes()
+    assert (folder / "scores-best-worst.png").is_file()
+    assert run(folder, out=out) == 0
+    assert out.read_bytes() == first
+    picture(folder / "mine-best-worst.png", CAPTIONS[0])  # of no table
+    assert run(folder, out=out) == 0
+    assert "mine-best-worst.png" in table(out) and "scores-best-worst.png" not in table(out)
+
+
+def test_prompt_for_all_and_jsonl(folder) -> None:
+    out = folder / "scores.jsonl"
+    assert run(folder / "naked.png", "--prompt", CAPTIONS[0], out=out) == 0
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert record["text"] == CAPTIONS[0] and record["shapes-verifier"] > 0.95 and record["invalid"] is None
+    assert record["shapes-verifier/position"] is None  # the caption asks for none
+
+
+def test_parquet_holds_the_same_as_csv(folder, tmp_path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    assert run(folder, out=tmp_path / "s.csv") == run(folder, out=tmp_path / "s.parquet") == 0
+    rows = table(tmp_path / "s.csv")
+    for record in parquet.read_table(tmp_path / "s.parquet").to_pylist():
+        expected = rows[record["file_name"]]
+        assert {k: "" if v is None else v for k, v in record.items()} == {
+            k: np.float32(v) if "shapes" in k and v else v for k, v in expected.items()
+        }
+
+
+def test_nothing_scored_is_exit_1_and_mistakes_are_refused(tmp_path, folder) -> None:
+    assert run(folder / "small.png", "--prompt", "a red circle") == 1
+    assert run(folder / "naked.png", "--prompt", "a photo of a cat") == 1
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FlowAlignError, match="no picture or video in it"):
+        run(tmp_path / "empty")
+    with pytest.raises(FlowAlignError, match=r"ends in \.csv, \.jsonl or \.parquet"):
+        run(folder, out="scores.txt")
+    with pytest.raises(FlowAlignError, match="no such folder"):
+        run(tmp_path / "none")
+    with pytest.raises(FlowAlignError, match="did you mean 'shapes-verifier'"):
+        run(folder, reward="shape-verifier")
+    with pytest.raises(FlowAlignError, match="frames: 'last', expected first"):
+        run(folder, "--frames", "last")
+    with pytest.raises(FlowAlignError, match="--device 'gpu'"):
+        run(folder, "--device", "gpu")
+
+
+@pytest.mark.parametrize(("package", "name", "extra"), [("pyarrow", "s.parquet", "parquet"), ("av", "s.csv", "video")])
+def test_a_missing_package_is_told_before_anything_is_scored(folder, tmp_path, monkeypatch, package, name, extra):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == package else found(n, *a))
+    (folder / "film.mp4").write_bytes(b"0")
+    with pytest.raises(FlowAlignError, match=rf"pip install 'flowalign\[{extra}\]'"):
+        run(folder, out=tmp_path / name)
+    assert not list(tmp_path.glob("s.*"))
+
+
+def test_a_judge_that_reads_no_text_needs_no_captions(folder, tmp_path) -> None:
+    out = tmp_path / "s.csv"
+    assert run(folder, out=out, reward="jpeg-compressibility") == 0
+    assert table(out)["naked.png"]["invalid"] == ""
+    assert run(folder, out=out, reward="jpeg-compressibility,shapes-verifier") == 0
+    row = table(out)["naked.png"]
+    assert row["jpeg-compressibility"] and not row["shapes-verifier"]
+    assert row["invalid"].startswith("shapes-verifier: no caption")
+
+
+class Recorder:
+    """Scores the mean, and keeps what it was shown; ``faults`` maps prompts to what it raises."""
+
+    def __init__(self, faults=None, **changes) -> None:
+        self.spec, self.faults, self.seen = replace(spec("recorder"), **changes), faults or {}, []
+
+    def __call__(self, media, prompts, metadata=None) -> Scored:
+        self.seen.append((tuple(media.shape), list(prompts), metadata))
+        for text in prompts:
+            if text in self.faults:
+                raise self.faults[text]
+        return Scored(media.mean((1, 2, 3, 4)), details=tuple({"reason": "seen"} for _ in prompts))
+
+
+def grey(folder: Path, values, size=(8, 8)) -> list[score_listing.Row]:
+    """Rows of plain pictures, captioned by number."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for i, value in enumerate(values):
+        Image.new("L", size, value).save(folder / f"{i:03d}.png")
+        lines.append(json.dumps({"file_name": f"{i:03d}.png", "text": str(i), "number": i}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return score_listing.list_media(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (ValueError("bad\nsample"), "recorder: bad sample"),
+        (FlowAlignError("recorder: no"), "recorder: no"),
+        (RuntimeError("shape"), "recorder: RuntimeError: shape"),
+    ],
+)
+def test_a_judge_that_raises_costs_the_culprit_only(tmp_path, fault, reason) -> None:
+    rows = grey(tmp_path / "in", [0, 51, 102, 153])
+    judge = Judge(Recorder({"2": fault}))
+    score_files.score_files(rows, {"recorder": judge}, score_files.Reading())
+    np.testing.assert_allclose([row.scores["recorder"] for row in rows], [0, 0.2, np.nan, 0.6], atol=1e-6)
+    assert [row.invalid for row in rows] == ["", "", reason, ""]
+
+
+def test_a_judge_that_is_broken_stops_the_run(tmp_path) -> None:
+    rows = grey(tmp_path / "in", [0, 51])
+    broken = dict.fromkeys("01", RuntimeError("no kernel image"))
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        score_files.score_files(rows, {"recorder": Judge(Recorder(broken))}, score_files.Reading())
+
+
+def test_metadata_reaches_the_judge(tmp_path) -> None:
+    reward = Recorder()
+    score_files.score_files(grey(tmp_path / "in", [0, 9]), {"recorder": Judge(reward)}, score_files.Reading())
+    assert reward.seen == [((2, 1, 3, 8, 8), ["0", "1"], [{"number": 0}, {"number": 1}])]
+
+
+def test_few_files_are_held_at_a_time(tmp_path, monkeypatch) -> None:
+    rows = grey(tmp_path / "in", range(10))
+    held: list[int] = []
+    alive = 0
+    read = score_files.media.read
+
+    def counted(*args, **options):
+        nonlocal alive
+        import weakref
+
+        media = read(*args, **options)
+        alive += 1
+        held.append(alive)
+
+        def gone() -> None:
+            nonlocal alive
+            alive -= 1
+
+        weakref.finalize(media, gone)
+        return media
+
+    monkeypatch.setattr(score_files.media, "read", counted)
+    monkeypatch.setattr(score_files, "WINDOW_PIXELS", 128)  # two pictures of 8x8
+    reward = Recorder()
+    score_files.score_files(rows, {"recorder": Judge(reward)}, score_files.Reading())
+    assert [len(prompts) for _, prompts, _ in reward.seen] == [2] * 5
+    # one window is scored, one waits, and the first of the one after it is what ended that
+    assert max(held) <= 5
+
+
+def test_a_groupwise_judge_sees_whole_groups(tmp_path) -> None:
+    rows = grey(tmp_path / "in", [0, 51, 102])
+    for row in rows:
+        row.text = "same" if row.file != "001.png" else "other"
+    reward = Recorder(scope="groupwise")
+    score_files.score_files(rows, {"recorder": Judge(reward)}, score_files.Reading(batch_size=1))
+    assert [prompts for _, prompts, _ in reward.seen] == [["same", "same"], ["other"]]
+
+
+def test_captions(tmp_path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    for name in ("a.png", "b.png", "deep/a.png", "deep/er/a.png", "._a.png"):
+        Image.new("L", (8, 8)).save(tmp_path / name)
+    (tmp_path / "metadata.jsonl").write_text(
+        '{"file_name": "a.png", "text": "one\\u2028line", "tag": [1]}\n\n{"file_name": "../x.png", "text": "x"}\n'
+        '{"file_name": "b.png", "text": "this"}\n{"file_name": "b.png", "text": "that"}\n'
+    )
+    (tmp_path / "deep" / "metadata.jsonl").write_text('{"file_name": "er/a.png", "text": "inner"}')
+    (tmp_path / "deep" / "a.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.tiff").write_bytes(b"II*\0")
+    rows = {row.file: row for row in score_listing.list_media(tmp_path, prompt="rest")}
+    assert sorted(rows) == ["../x.png", "a.png", "b.png", "c.tiff", "deep/a.png", "deep/er/a.png"]
+    assert (rows["a.png"].text, rows["a.png"].metadata) == ("one\u2028line", {"tag": [1]})
+    assert rows["deep/er/a.png"].text == "inner" and rows["c.tiff"].text == "rest"
+    assert "listed twice" in rows["b.png"].invalid and "outside the folder" in rows["../x.png"].invalid
+    assert "a.txt is not UTF-8" in rows["deep/a.png"].invalid
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n{"text": "y"}')
+    with pytest.raises(FlowAlignError, match='jsonl:2: expected an object with "file_name"'):
+        score_listing.list_media(tmp_path)
+
+
+def test_parameters() -> None:
+    params = reward_arguments.params
+    names = ["a", "hpsv2", "hpsv2.1", "m:C"]
+    assert params(["a.b=1e-4", "hpsv2.1.path=/x", "m:C.on=true", "hpsv2.path='1'"], names) == {
+        "a": {"b": 1e-4},
+        "hpsv2": {"path": "1"},
+        "hpsv2.1": {"path": "/x"},
+        "m:C": {"on": True},
+    }
+    assert params(["path=/x=y"], ["a"]) == {"a": {"path": "/x=y"}}
+    for bad in ("path=/x", "c.path=1", "a.path", "a.=1"):
+        with pytest.raises(FlowAlignError, match=r"expected NAME\.KEY=VALUE with NAME one of a, b"):
+            params([bad], ["a", "b"])
+    with pytest.raises(FlowAlignError, match="given twice"):
+        params(["a.b=1", "b=2"], ["a"])
+
+
+def test_parameters_reach_the_judge(folder, tmp_path) -> None:
+    assert run(folder, "--param", "score=strict", out=tmp_path / "s.csv") == 0
+    assert table(tmp_path / "s.csv")["a.png"]["shapes-verifier"] == "1.0"
+    with pytest.raises(FlowAlignError, match="no parameter 'scor'; did you mean 'score'"):
+        run(folder, "--param", "shapes-verifier.scor=strict", out=tmp_path / "s.csv")
+
+
+def test_the_sheet_shows_the_best_and_the_worst(tmp_path) -> None:
+    rows = grey(tmp_path / "in", range(0, 250, 10))
+    for i, row in enumerate(rows):
+        row.scores["r"] = float("nan") if i == 3 else float(i % 20)
+    choice = score_sheet.choose(rows, "r", True)
+    assert [row.scores["r"] for row in choice.best] == [19, 18, 17, 16, 15, 14, 13, 12]
+    # 3 has no score; 20 to 24 score 0 to 4 again, and come after 0 to 4
+    assert [row.file for row in choice.worst] == [f"{i:03d}.png" for i in (24, 23, 2, 22, 1, 21, 0, 20)]
+    lower = score_sheet.choose(rows, "r", False)
+    assert [row.scores["r"] for row in lower.best] == [0, 0, 1, 1, 2, 2, 3, 4]
+    few = score_sheet.choose(rows[:3], "r", True)
+    assert len(few.best) == 2 and len(few.worst) == 1, "none twice"
+    (tmp_path / "in" / "000.png").unlink()
+    score_sheet.write_sheet(tmp_path / "sheet.png", choice, "r")
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("L")).astype(int)
+    # the brightest picture is 19, the first tile: 190 of 255, as large as the tile
+    tile = pixels[score_sheet.MARGIN + 56 + 34 :, score_sheet.MARGIN :][: score_sheet.SIDE, : score_sheet.SIDE]
+    assert np.median(tile) == 190
+
+
+# ---------------------------------------------------------------- stopped and started again
+
+
+def journal(path: Path, restart: bool = False, **settings) -> score_table.Journal:
+    return score_table.Journal(path / "s.csv", {"frames": "mean", "rewards": {"r": "abcdefghij"}, **settings}, restart)
+
+
+def test_a_torn_line_is_forgotten_and_a_damaged_one_is_refused(tmp_path) -> None:
+    rows = grey(tmp_path / "in", range(4))
+    for row in rows:
+        row.scores = {"r": 0.5, "r/part": float("nan")}
+    written = journal(tmp_path)
+    written.append(rows[:2])
+    written.append(rows[2:3])
+    written.close(done=False)
+    whole = written.path.read_bytes()
+    for cut in (1, 20):
+        written.path.write_bytes(whole[:-cut])
+        again = journal(tmp_path)
+        fresh = score_listing.list_media(tmp_path / "in")
+        assert [again.recall(row) for row in fresh] == [True, True, False, False]
+        assert fresh[0].scores["r"] == 0.5 and np.isnan(fresh[0].scores["r/part"])
+        again.append(rows[2:3])
+        again.close(done=False)
+        assert again.path.read_bytes() == whole, "what was torn is cut off before more is written"
+    first, second, third, _ = whole.split(b"\n")
+    written.path.write_bytes(b"\n".join([first, second[:-9], third, b""]))
+    with pytest.raises(FlowAlignError, match=r"jsonl:2: damaged; begin anew with --restart"):
+        journal(tmp_path)
+    journal(tmp_path, restart=True).close(done=True)
+    assert not written.path.exists()
+
+
+def test_other_settings_are_refused(tmp_path) -> None:
+    journal(tmp_path).close(done=False)
+    with pytest.raises(FlowAlignError, match=r"begun with frames 'mean', now it is frames 'min'; .* --restart"):
+        journal(tmp_path, frames="min")
+    with pytest.raises(FlowAlignError, match=r"rewards 'r \(abcdefgh\)', now it is rewards 'r \(zyxwvuts\)'"):
+        journal(tmp_path, rewards={"r": "zyxwvutsrq"})
+
+
+def test_a_file_that_changed_is_scored_anew(tmp_path) -> None:
+    rows = grey(tmp_path / "in", [0, 51])
+    kept = journal(tmp_path)
+    kept.append(rows)
+    Image.new("L", (8, 8), 204).save(tmp_path / "in" / "001.png")
+    os.utime(tmp_path / "in" / "001.png", ns=(1, 1))
+    kept.close(done=False)
+    again = journal(tmp_path)
+    assert [again.recall(row) for row in score_listing.list_media(tmp_path / "in")] == [True, False]
+
+
+SLOW = '''
+import time
+from flowalign.rewards.base import RewardSpec, Scored
+
+class Slow:
+    """The brightness, after a while."""
+    spec = RewardSpec("slow", "", "image", True, (0.0, 1.0), False, "Apache-2.0", "", "exact", needs=())
+
+    def __init__(self, seconds=0.0, device="cpu"):
+        self.seconds = seconds
+
+    def __call__(self, media, prompts, metadata=None):
+        time.sleep(self.seconds)
+        return Scored(media.mean((1, 2, 3, 4)))
+'''
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs signals of POSIX")
+def test_a_run_that_is_killed_goes_on_and_its_table_is_that_of_one_that_was_not(tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("av")
+    media_folder.build(tmp_path / "in", pictures=23, videos=4)
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    command = ["score", "in", "--reward", "jpeg-compressibility,shapes-verifier,slow:Slow", "--batch-size", "4"]
+    command += ["--param", "slow:Slow.seconds=0.1", "--out"]
+    partial = tmp_path / "killed.csv.partial.jsonl"
+    start = [sys.executable, "-c", "import sys; from flowalign.cli import main; sys.exit(main())"]
+    with subprocess.Popen([*start, *command, "killed.csv"], env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        limit = time.monotonic() + 120
+        while not partial.is_file() or partial.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed.csv").exists()
+    done = sum(len(json.loads(line)["rows"]) for line in partial.read_bytes().split(b"\n")[1:-1])
+    assert 8 <= done < 27
+    sys.modules.pop("slow", None)
+    assert cli.main([*command, "killed.csv"]) == 0
+    assert f"going on: {done} of 27 files are scored already" in capsys.readouterr().err
+    assert cli.main([*command, "whole.csv"]) == 0
+    assert (tmp_path / "killed.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    assert not partial.exists()
+    rows = table(tmp_path / "whole.csv")
+    assert len(rows) == 27
+    for name, row in rows.items():
+        reason = media_folder.ODD.get(name, "")
+        assert reason in row["invalid"]
+        invalid = reason and reason != "no caption"
+        assert bool(row["jpeg-compressibility"]) == (not invalid), "all are scored or listed with the reason"
+        if name not in media_folder.ODD:
+            assert row["invalid"] == "" and float(row["shapes-verifier"]) > 0.9
+    assert rows["odd/strip.png"]["invalid"].startswith("shapes-verifier") and rows["odd/strip.png"]["slow:Slow"]
+    # the same picture in 8 and in 16 bits
+    grey, deep = (float(rows[f"odd/{name}.png"]["slow:Slow"]) for name in ("grey", "deep"))
+    assert grey == pytest.approx(deep, abs=0.5 / 255) and deep < 0.95
