@@ -19,7 +19,9 @@ from flowalign.data.worlds import shapes_render, signs_render
 from flowalign.models import load_model, lora
 from flowalign.models.base import Model
 from flowalign.rewards import registry
+from flowalign.rewards.client import RemoteReward
 from flowalign.rewards.combine import WeightedReward
+from flowalign.rewards.judge import Judge
 from flowalign.training import checkpoint, trainer
 from flowalign.training.distributed import Workers
 from flowalign.training.trainer import TrainResult
@@ -27,6 +29,8 @@ from flowalign.types import FlowAlignError
 
 WORLDS = {"shapes": shapes_render.write_folder, "signs": signs_render.write_folder}
 """Datasets that are rendered when they are asked for."""
+REMOTE_BATCH_SIZE = 128
+"""Samples on their way to servers at a time: as many requests as the client sends side by side, filled."""
 WORLD_COUNT = 512
 """Renders of a world where the number is left open."""
 
@@ -83,10 +87,14 @@ def build_rewards(recipe: Recipe, device: torch.device | str) -> list[WeightedRe
 
 
 def _build_reward(settings: RewardSettings, device: torch.device | str, batch_size: int) -> WeightedReward:
-    name = settings.name
-    judge = registry.create(
-        name, device, settings.batch_size or batch_size, settings.frames, settings.offload, **settings.params
-    )
+    name, remote = settings.name, settings.remote
+    if remote is None:
+        judge = registry.create(
+            name, device, settings.batch_size or batch_size, settings.frames, settings.offload, **settings.params
+        )
+    else:
+        reward = RemoteReward(remote.urls, name, remote.token_env, remote.timeout, exact=remote.exact)
+        judge = Judge(reward, frames=settings.frames, batch_size=settings.batch_size or REMOTE_BATCH_SIZE)
     weight, scales = settings.weight, judge.spec.scales
     if settings.scale is not None and settings.scale not in scales:
         known = f"it has {', '.join(scales)}" if scales else "it has none"

@@ -28,8 +28,8 @@ def reward_problems(data: dict[str, Any]) -> list[Problem]:
     problems = []
     for number, reward in enumerate(rewards if isinstance(rewards, list) else []):
         name = reward.get("name") if isinstance(reward, dict) else None
-        if not isinstance(name, str) or not name:
-            continue  # the schema says so
+        if not isinstance(name, str) or not name or reward.get("remote") is not None:
+            continue  # the schema says so, or the servers will
         if ":" not in name and name not in registry.BUILT_IN and name not in registry.names():
             others = f"; expected one of {', '.join(registry.names())}, or your own as 'module:Class'"
             reason = f"unknown reward {name!r}{explain.nearest(name, registry.names(), others)}"

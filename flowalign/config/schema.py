@@ -86,11 +86,28 @@ class DatasetSettings:
 
 
 @settings
+class RemoteSettings:
+    """Servers of ``flowalign rewards serve`` that hold a judge.
+
+    Args:
+        urls: such as "http://judges:8000"; several share the work.
+        token_env: name of the environment variable that holds their token.
+        timeout: seconds that a batch may take, repetitions included.
+        exact: send float32 in place of 8 bits.
+    """
+
+    urls: Annotated[tuple[Name, ...], MinLen(1)]
+    token_env: Name | None = None
+    timeout: PositiveFloat = 60.0
+    exact: bool = False
+
+
+@settings
 class RewardSettings:
     """One judge.
 
     Args:
-        name: built in, of a plug-in, or "module:Class".
+        name: built in, of a plug-in, or "module:Class"; with ``remote``, as the servers call it.
         weight: of the raw score, or of the scaled one where ``scale`` is given; 0 = only logged, or only a gate.
         params: of its constructor.
         scale: a published scaling that ``flowalign rewards show NAME`` lists, such as "flow-grpo". An offset changes no
@@ -100,6 +117,7 @@ class RewardSettings:
         batch_size: media (of image judges: frames) judged at a time; null = training.rollout_batch_size.
         device: such as cpu or cuda:1; null = that of the model.
         offload: its weights wait on the CPU between calls.
+        remote: where the judge runs, if not here.
     """
 
     name: Name
@@ -111,8 +129,11 @@ class RewardSettings:
     batch_size: PositiveInt | None = None
     device: Name | None = None
     offload: bool = False
+    remote: RemoteSettings | None = None
 
     def __post_init__(self) -> None:
+        if self.remote is not None and (self.params or self.device is not None or self.offload):
+            raise ValueError("remote: params, device and offload belong to the server; give them to it")
         if self.gate is not None and not math.isfinite(self.gate):
             raise ValueError(f"gate: got {self.gate}, expected a number")
         try:

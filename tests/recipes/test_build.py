@@ -16,6 +16,7 @@ from flowalign.algorithms.sft import SFT
 from flowalign.config import build
 from flowalign.config.load import load_recipe, shipped_recipes
 from flowalign.core import schedule
+from flowalign.rewards import registry
 from flowalign.rewards.base import Scale
 from flowalign.training.distributed import Workers
 from flowalign.types import FlowAlignError
@@ -162,3 +163,24 @@ def test_a_world_is_rendered_as_a_dataset(world: str, workers: Workers, tmp_path
     pairs = build.build_pairs(load_recipe("shapes/sft", overrides), workers).pairs
     assert len(pairs) == 4 and pairs.images([0]).shape == (1, 1, 3, 64, 64)
     assert all(file.parent.name == f"{world}-4-0" or file.parent.parent.name == f"{world}-4-0" for file in pairs.files)
+
+
+def test_a_reward_on_a_server_is_built_from_what_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Remote:
+        spec = dataclasses.replace(registry.load("pickscore").spec, differentiable=False)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            asked.append((args, kwargs))
+
+    monkeypatch.setattr(build, "RemoteReward", Remote)
+    urls = "rewards.0={name: theirs, scale: flow-grpo, remote: {urls: ['http://a:1', 'http://b:2'], token_env: KEY}}"
+    (one,) = build.build_rewards(load_recipe("shapes/flow_grpo", [urls]), "cpu")
+    assert asked == [((("http://a:1", "http://b:2"), "theirs", "KEY", 60.0), {"exact": False})]
+    assert one.weight == pytest.approx(1 / 26) and one.reward.batch_size == 128
+
+
+def test_what_belongs_to_the_server_is_refused_here() -> None:
+    with pytest.raises(FlowAlignError, match="params, device and offload belong to the server"):
+        load_recipe("shapes/flow_grpo", ["rewards.0={name: theirs, offload: true, remote: {urls: ['http://a:1']}}"])
