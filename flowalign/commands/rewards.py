@@ -226,5 +226,6 @@ def _serve(args: argparse.Namespace) -> int:
         device=reward_arguments.default_device(args.device),
         params=options,
         allow_public=args.allow_public,
+        batch_size=args.batch_size,
     )
     return int(served or 0)

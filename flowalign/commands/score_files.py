@@ -71,6 +71,9 @@ def score_files(
         for name, judge in judges.items():
             _judge(name, judge, samples)
         finished([row for row, _ in window])
+        # Both names outlive the reading of the next window.
+        samples.clear()
+        window.clear()
 
 
 def tie_groups(rows: Sequence[Row], judges: Mapping[str, Judge]) -> None:

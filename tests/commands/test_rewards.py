@@ -48,7 +48,7 @@ class Tagged:
         return Scored(torch.tensor([one["value"] for one in metadata]))
 
 def example(name):
-    return Example(torch.full((3, 1, 3, 8, 8), 0.5), ("a", "b", "c"), tuple({"value": v} for v in (0.1, 0.2, 0.3)), 3)
+    return Example(torch.full((3, 1, 3, 8, 8), 0.25), ("a", "b", "c"), tuple({"value": v} for v in (0.1, 0.2, 0.3)), 3)
 '''
 
 
@@ -157,8 +157,8 @@ def test_serve_passes_on_what_it_is_given(own, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "flowalign.rewards.server", server)
     monkeypatch.setitem(os.environ, "MY_TOKEN", "secret")
     command = ["rewards", "serve", "pickscore", "mine:Brightness", "--param", "mine:Brightness.power=3"]
-    assert cli.main([*command, "--port", "0", "--token-env", "MY_TOKEN", "--device", "cpu"]) == 0
-    expected = {"host": "127.0.0.1", "port": 0, "token": "secret", "device": "cpu", "allow_public": False}
+    assert cli.main([*command, "--port", "0", "--token-env", "MY_TOKEN", "--device", "cpu", "--batch-size", "8"]) == 0
+    expected = {"host": "127.0.0.1", "port": 0, "token": "secret", "device": "cpu", "allow_public": False, "batch_size": 8}
     params = {"pickscore": {}, "mine:Brightness": {"power": 3}}
     assert served == [(["pickscore", "mine:Brightness"], {**expected, "params": params})]
     assert cli.main([*command, "--token-env", "NO_SUCH"]) == 2
