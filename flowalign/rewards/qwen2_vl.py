@@ -1,9 +1,10 @@
 """What judges on Qwen2-VL (arXiv 2409.12191) share: published weights, questions, and what a head says at its tokens.
 
-HPSv3 (arXiv 2508.03789) and VideoAlign (arXiv 2501.13918) ask Qwen2-VL to rate a picture or video, with tokens of their
-own where the ratings would stand, and put a head on the last layer there. Both were tuned and measured with transformers
-4.45.2 in bfloat16, which differs from the paper and from later versions in two ways that every score depends on:
-positions count tokens along one axis instead of three, and rotary frequencies are rounded to bfloat16, as `Rotary` does.
+HPSv3 (arXiv 2508.03789) and VideoAlign (arXiv 2501.13918) ask Qwen2-VL to rate a picture or video, with tokens of
+their own where the ratings would stand, and put a head on the last layer there. Both were tuned and measured with
+transformers 4.45.2 in bfloat16, which differs from the paper and from later versions in two ways that every score
+depends on: positions count tokens along one axis instead of three, and rotary frequencies are rounded to bfloat16, as
+`Rotary` does.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ class Qwen2VLScores:
                 f"transformers: its Qwen2-VL keeps {', '.join(sorted(left))}, which flowalign does not know; install "
                 "transformers 5.24"
             )
-        renamed = {_ours(key): state.pop(key) for key in list(state)}
+        ours = {published(key): key for key in model.state_dict()}
+        renamed = {ours.get(key, key): state.pop(key) for key in list(state)}
         load_strict(model, renamed, self.name, UNUSED)
 
     def to(self, device: torch.device | str) -> None:
@@ -278,11 +280,11 @@ class Qwen2VLScores:
         return torch.full((count, len(self.tokens), last.out_features), torch.nan, device=self.device)
 
 
-def _ours(key: str) -> str:
-    """The name of a published weight here."""
-    for theirs, ours in (("model.", "language_model."), ("rm_head.", "head.")):
-        if key.startswith(theirs):
-            return ours + key.removeprefix(theirs)
+def published(key: str) -> str:
+    """What the published files call a weight."""
+    for ours, theirs in (("language_model.", "model."), ("head.", "rm_head.")):
+        if key.startswith(ours):
+            return theirs + key.removeprefix(ours)
     return key
 
 

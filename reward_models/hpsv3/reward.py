@@ -21,6 +21,11 @@ PIXELS = 256 * 28 * 28
 """Of every picture, at least and at most: as near as sides that are multiples of 28 come to it."""
 
 
+def template() -> str:
+    """The published question; a part of the checkpoint's input, word for word."""
+    return Path(__file__).with_name("template.txt").read_text(encoding="utf-8")
+
+
 def head(width: int) -> nn.Sequential:
     """Mean and logarithm of the standard deviation; dropout does nothing here, but counts in the names."""
     return nn.Sequential(
@@ -68,7 +73,7 @@ class HPSv3:
             head,
             base=base,
             tokens=(TOKEN,),
-            template=Path(__file__).with_name("template.txt").read_text(encoding="utf-8"),
+            template=template(),
             pixels=(PIXELS, PIXELS),
             modality="image",
             precision=precision,

@@ -31,6 +31,11 @@ PREFIX = "base_model.model."
 RANK, LORA_SCALE = 64, 128 / 64
 
 
+def template() -> str:
+    """The published question; a part of the checkpoint's input, word for word."""
+    return Path(__file__).with_name("template.txt").read_text(encoding="utf-8")
+
+
 def head(width: int) -> nn.Linear:
     """One number, asked for three times."""
     return nn.Linear(width, 1, bias=False)
@@ -94,7 +99,7 @@ class VideoAlign:
         if score not in SCORES:
             raise FlowAlignError(f"reward {name!r}: score is {score!r}, expected one of {', '.join(SCORES)}")
         if not (math.isfinite(fps) and fps > 0):
-            raise FlowAlignError(f"reward {name!r}: fps is {fps}, expected a number above 0; give the videos' frame rate")
+            raise FlowAlignError(f"reward {name!r}: fps is {fps}, expected the frame rate of the videos, above 0")
         self.score, self.fps = score, float(fps)
         state = read(locate(WEIGHTS, path, name, sha256), name)
         state = {key.removeprefix(PREFIX): state.pop(key) for key in list(state)}
@@ -104,7 +109,7 @@ class VideoAlign:
             head,
             base=base,
             tokens=TOKENS,
-            template=Path(__file__).with_name("template.txt").read_text(encoding="utf-8"),
+            template=template(),
             pixels=PIXELS,
             modality="video",
             precision=precision,
