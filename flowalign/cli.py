@@ -170,7 +170,7 @@ def _rewards(command: argparse.ArgumentParser) -> None:
     _judging(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on")
     serve.add_argument("--port", type=_port, default=8000, help="0: any that is free")
-    serve.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="media that a judge sees at a time")
+    serve.add_argument("--batch-size", type=_positive, default=32, metavar="N", help="media judged at a time")
     token = serve.add_mutually_exclusive_group()
     token.add_argument("--token-env", metavar="VARIABLE", help="environment variable with the token that clients show")
     token.add_argument("--token", metavar="TEXT", help="the token itself, which others on this machine can see")

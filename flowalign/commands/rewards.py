@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import shutil
-import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from flowalign.rewards import contract, registry
 from flowalign.rewards.base import RewardSpec
 from flowalign.types import FlowAlignError
 
-COLUMNS = ("name", "media", "better", "gradient", "needs", "licence", "weights", "verified")
+COLUMNS = ("name", "media", "better", "gradient", "needs")
 
 
 class Entry(NamedTuple):
@@ -66,47 +65,41 @@ def _list(args: argparse.Namespace) -> int:
         ]
         print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0
-    rows = [_cells(entry) for entry in found]
-    lines = _aligned([COLUMNS, *rows])
-    # One line each where it fits, or where a program reads it; folded under its name in a narrow terminal.
-    if sys.stdout.isatty() and max(map(len, lines)) > shutil.get_terminal_size().columns:
-        lines = [line for row in rows for line in _folded(row, max(len(name) for name, *_ in rows))]
-    print("\n".join(lines))
+    print("\n".join(_table(found, shutil.get_terminal_size().columns)))
     return 0
+
+
+def _table(found: Sequence[Entry], width: int) -> list[str]:
+    """The facts that decide about a judge's use in columns, and the rest in a paragraph below, ``width`` wide."""
+    heads = [COLUMNS, *(_cells(entry) for entry in found)]
+    widths = [max(len(cells[i]) for cells in heads) for i in range(len(COLUMNS))]
+    below = textwrap.TextWrapper(
+        width, initial_indent="    ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    lines = []
+    for cells, entry in zip(heads, [None, *found], strict=True):
+        lines.append("  ".join(f"{cell:{w}}" for cell, w in zip(cells, widths, strict=True)).rstrip())
+        if entry is not None:
+            lines += below.wrap(_rest(entry))
+    return lines
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:
     spec = entry.spec
     if spec is None:
-        return (entry.name, "-", "-", "-", "-", "-", "-", entry.reason)
+        return (entry.name, "-", "-", "-", "-")
+    needs = (*spec.needs, *([f"[{spec.extra}]"] if spec.extra else []))
+    direction = "higher" if spec.higher_is_better else "lower"
+    gradient = "yes" if spec.differentiable else "no"
+    return (entry.name, spec.modality, direction, gradient, ", ".join(needs) or "nothing")
+
+
+def _rest(entry: Entry) -> str:
+    spec = entry.spec
+    if spec is None:
+        return entry.reason
     weights = ", ".join(dict.fromkeys(f"{f.repository}/{f.file}" for f in spec.weights)) or "none"
-    return (
-        entry.name,
-        spec.modality,
-        "higher" if spec.higher_is_better else "lower",
-        "yes" if spec.differentiable else "no",
-        ", ".join((*spec.needs, *([f"[{spec.extra}]"] if spec.extra else []))) or "nothing",
-        spec.licence,
-        weights,
-        spec.verified,
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _folded(row: Sequence[str], width: int) -> list[str]:
-    """A judge on a few lines: what decides about its use first."""
-    name, media, better, gradient, needs, licence, weights, verified = row
-    if media == "-":
-        return [f"{name:{width}}  {verified}"]
-    head = f"{name:{width}}  {media}, {better} is better" + (", gradient" if gradient == "yes" else "")
-    columns = shutil.get_terminal_size().columns
-    rest = [f"needs {needs}", f"licence {licence}", f"weights {weights}", f"verified: {verified}"]
-    fold = textwrap.TextWrapper(columns, initial_indent="    ", subsequent_indent="      ", break_long_words=False)
-    return [head, *(line for text in rest for line in fold.wrap(text))]
+    return f"licence {spec.licence}; weights {weights}; verified: {spec.verified}"
 
 
 def _show(args: argparse.Namespace) -> int:
