@@ -88,8 +88,8 @@ class RemoteReward:
         token = None if token_env is None else os.environ.get(token_env, "")
         if token is not None and not re.fullmatch("[!-~]+", token):
             raise FlowAlignError(
-                f"{self._label}: the environment variable {token_env} is not set, or holds more than letters, digits and "
-                "signs of ASCII; export the token"
+                f"{self._label}: the environment variable {token_env} is not set, or holds other signs than those "
+                "of ASCII without spaces; export the token"
             )
         try:
             self._delivery = Delivery(self.urls, token, timeout, retries, max_in_flight)

@@ -107,7 +107,7 @@ def write_request(request: ScoreRequest) -> bytes:
         "reward": request.reward,
         "prompts": request.prompts,
         "metadata": request.metadata,
-        "request_id": request.request_id,
+        "request_id": request.request_id or None,
         "spec_digest": request.spec_digest,
     }
     given = {key: value for key, value in fields.items() if value is not None}

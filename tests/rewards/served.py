@@ -1,0 +1,90 @@
+"""A judge whose every score is known beforehand, and servers on the loopback interface."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowalign.rewards import listening
+from flowalign.rewards.base import Scored
+from flowalign.rewards.judge import Judge
+from flowalign.rewards.server import app
+from flowalign.rewards.service import Service
+from flowalign.types import FlowAlignError
+from tests.training.toy import spec
+
+
+class Meter:
+    """The sum of a picture's bytes and a number that only its prompt has, exactly; so a swapped score is seen.
+
+    Metadata {"nan": ...} have no score, {"raise": ...} raise, {"mistake": ...} are a user's mistake.
+    """
+
+    def __init__(self, seconds: float = 0.0, **facts: Any) -> None:
+        range_ = (0.0, float("inf"))
+        self.spec = replace(spec("meter"), native_range=range_, differentiable=False, **facts)
+        self.seconds, self.batches = seconds, []
+
+    def __call__(self, media, prompts, metadata=None) -> Scored:
+        self.batches.append(len(prompts))
+        time.sleep(self.seconds)
+        metadata = metadata or [{}] * len(prompts)
+        if any("raise" in one for one in metadata):
+            raise RuntimeError("the secret is 4711")
+        if any("mistake" in one for one in metadata):
+            raise FlowAlignError("meter: this was a mistake")
+        pixels = (media.double() * 255).sum((1, 2, 3, 4)).round()
+        score = torch.stack([pixels[i] + of_prompt(text) for i, text in enumerate(prompts)]).float()
+        details = []
+        for i, one in enumerate(metadata):
+            if "nan" in one:
+                score[i] = torch.nan
+            details.append({"reason": "as asked"} if "nan" in one else {"prompt": prompts[i]})
+        return Scored(score, {"letters": torch.tensor([float(len(text)) for text in prompts])}, tuple(details))
+
+
+def of_prompt(text: str) -> float:
+    return zlib.crc32(text.encode()) % 1009 / 256
+
+
+def expected(pixels: torch.Tensor, prompts: list[str]) -> list[float]:
+    """Scores of (N, F, 3, H, W) uint8, one by one and with integers."""
+    sums = [int(one.sum(dtype=np.int64)) for one in pixels.numpy()]
+    return [total + of_prompt(text) for total, text in zip(sums, prompts, strict=True)]
+
+
+def pixels(count: int, frames: int = 1, size: tuple[int, int] = (4, 4), seed: int = 0) -> torch.Tensor:
+    """(count, frames, 3, H, W) uint8, no two alike."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, 256, (count, frames, 3, *size), dtype=torch.uint8, generator=generator)
+    made[:, 0, 0, 0, 0] = torch.arange(count) % 256
+    return made
+
+
+@contextmanager
+def running(
+    judges: Mapping[str, Judge] | None = None, wrap: Callable[[Any], Any] | None = None, **options: Any
+) -> Iterator[tuple[str, Service]]:
+    """The URL of a server in a thread, and its service; it has finished what it began when the context ends."""
+    application = app(judges or {"meter": Judge(Meter())}, **options)
+    service: Service = application.state.service
+    with listening.bind("127.0.0.1", 0) as bound:
+        server = listening.Server(wrap(application) if wrap else application, service, "serving", 5.0)
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield listening.url(bound), service
+        finally:
+            server.handle_exit(15, None)
+            thread.join(10)
+            assert not thread.is_alive() and not server.unfinished
