@@ -22,7 +22,7 @@ INK, MUTED, PAPER, SHADE, EDGE = (32, 33, 36), (110, 114, 120), (255, 255, 255),
 
 @dataclass(frozen=True)
 class Choice:
-    """What a sheet shows: rows in falling order of merit."""
+    """What a sheet shows: the best first, and the worst first."""
 
     best: tuple[Row, ...]
     worst: tuple[Row, ...]
@@ -40,7 +40,7 @@ def choose(rows: Sequence[Row], reward: str, higher_is_better: bool) -> Choice:
     scored.sort(key=lambda row: -row.scores[reward] if higher_is_better else row.scores[reward])
     best = min(EACH, (len(scored) + 1) // 2)
     worst = min(EACH, len(scored) - best)
-    return Choice(tuple(scored[:best]), tuple(scored[len(scored) - worst :]), len(scored))
+    return Choice(tuple(scored[:best]), tuple(reversed(scored[len(scored) - worst :])), len(scored))
 
 
 def write_sheet(

@@ -299,7 +299,7 @@ def test_the_sheet_shows_the_best_and_the_worst(tmp_path) -> None:
     choice = score_sheet.choose(rows, "r", True)
     assert [row.scores["r"] for row in choice.best] == [19, 18, 17, 16, 15, 14, 13, 12]
     # 3 has no score; 20 to 24 score 0 to 4 again, and come after 0 to 4
-    assert [row.file for row in choice.worst] == [f"{i:03d}.png" for i in (24, 23, 2, 22, 1, 21, 0, 20)]
+    assert [row.file for row in choice.worst] == [f"{i:03d}.png" for i in (20, 0, 21, 1, 22, 2, 23, 24)]
     lower = score_sheet.choose(rows, "r", False)
     assert [row.scores["r"] for row in lower.best] == [0, 0, 1, 1, 2, 2, 3, 4]
     few = score_sheet.choose(rows[:3], "r", True)
