@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,8 +11,13 @@ from torch.nn import functional
 
 from flowalign.types import FlowAlignError
 
+Crop: TypeAlias = Literal["torchvision", "transformers"]
+"""Whose centre crop: where three pixels more are left than a multiple of four, they take squares one pixel apart."""
 
-def preprocess(images: Tensor, size: int, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+
+def preprocess(
+    images: Tensor, size: int, mean: Sequence[float], std: Sequence[float], crop: Crop = "torchvision"
+) -> Tensor:
     """CLIP's own preparation in differentiable torch: shortest side to ``size``, centre crop, normalise.
 
     Antialiased bicubic: without antialiasing values move by up to 94/255. Clamped as a picture in bytes would be, since
@@ -20,6 +25,7 @@ def preprocess(images: Tensor, size: int, mean: Sequence[float], std: Sequence[f
 
     Args:
         images: (N, 3, H, W) in [0, 1].
+        crop: torchvision's, as in OpenAI's and open_clip's code, or that of transformers' processor.
 
     Returns:
         (N, 3, size, size).
@@ -29,7 +35,8 @@ def preprocess(images: Tensor, size: int, mean: Sequence[float], std: Sequence[f
     target = (int(size * height / short), int(size * width / short))
     if (height, width) != target:
         images = functional.interpolate(images, target, mode="bicubic", align_corners=False, antialias=True)
-    top, left = (round((side - size) / 2) for side in target)
+    spare = [side - size for side in target]
+    top, left = (round(s / 2) if crop == "torchvision" else s // 2 for s in spare)
     images = images[..., top : top + size, left : left + size].clamp(0, 1)
     return normalise(images, mean, std)
 
@@ -88,7 +95,13 @@ class CLIPFeatures:
     """
 
     def __init__(
-        self, path: str, processor: str | None, device: torch.device | str, name: str, parameter: str = "path"
+        self,
+        path: str,
+        processor: str | None,
+        device: torch.device | str,
+        name: str,
+        parameter: str = "path",
+        crop: Crop = "torchvision",
     ) -> None:
         from safetensors import SafetensorError
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
@@ -119,7 +132,7 @@ class CLIPFeatures:
         self.model = model.to(device).eval().requires_grad_(False)
         self.size = int(self.model.config.vision_config.image_size)
         self.mean, self.std = tuple(images.image_mean), tuple(images.image_std)
-        self.device = torch.device(device)
+        self.device, self.crop = torch.device(device), crop
 
     @property
     def logit_scale(self) -> Tensor:
@@ -129,7 +142,7 @@ class CLIPFeatures:
 
     def images(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) in [0, 1] to unit vectors (N, D), differentiable."""
-        pixels = preprocess(images.to(self.device).float(), self.size, self.mean, self.std)
+        pixels = preprocess(images.to(self.device).float(), self.size, self.mean, self.std, self.crop)
         return functional.normalize(self.model.get_image_features(pixel_values=pixels).pooler_output.float(), dim=-1)
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ class CLIPScore:
     )
 
     def __init__(self, path: str = WEIGHTS, processor: str | None = None, device: torch.device | str = "cpu") -> None:
-        self.clip = CLIPFeatures(path, processor, device, self.spec.name)
+        self.clip = CLIPFeatures(path, processor, device, self.spec.name, crop="transformers")
 
     def __call__(self, media: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata] | None = None) -> Scored:
         """(B, F, 3, H, W) in [0, 1] and B prompts to B scores, with gradients to ``media``."""

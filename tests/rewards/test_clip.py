@@ -18,7 +18,7 @@ SIZE = 32
 PROMPTS = ["a red cat", "two dogs and a very " + "long " * 40 + "sentence", "café"]
 
 
-def pictures(n=3, height=40, width=56):
+def pictures(n=3, height=32, width=35):  # the two ways to crop differ
     """Byte-valued pictures with structure at several scales."""
     y, x = np.mgrid[0:height, 0:width] / 10
     base = np.stack([np.sin(x * (i + 1)) * np.cos(y) for i in range(3)], -1)
@@ -30,16 +30,24 @@ def media_of(arrays):
     return torch.from_numpy(arrays).permute(0, 3, 1, 2)[:, None].float() / 255
 
 
-@pytest.mark.parametrize(("height", "width"), [(40, 56), (64, 33), (32, 32), (21, 50), (97, 64)])
+@pytest.mark.parametrize(("height", "width"), [(40, 56), (64, 33), (32, 32), (21, 50), (97, 64), (32, 35), (39, 32)])
 def test_preprocessing_is_that_of_the_hugging_face_processor(weights, height: int, width: int) -> None:
     processor = CLIPImageProcessor.from_pretrained(weights)
     arrays = pictures(2, height, width)
     theirs = processor([Image.fromarray(a) for a in arrays], return_tensors="pt")["pixel_values"]
-    ours = preprocess(media_of(arrays)[:, 0], SIZE, processor.image_mean, processor.image_std)
+    ours = preprocess(media_of(arrays)[:, 0], SIZE, processor.image_mean, processor.image_std, "transformers")
     assert ours.shape == theirs.shape == (2, 3, SIZE, SIZE)
     # They round to bytes after each of two passes, half a byte each, and we do not; a shift by one pixel is 10 bytes.
     difference = (ours - theirs).abs() * 255 * min(processor.image_std)
     assert difference.max() <= 1.2 and difference.mean() <= 0.4
+
+
+def test_the_crop_of_torchvision_is_another_one(weights) -> None:
+    processor = CLIPImageProcessor.from_pretrained(weights)
+    arrays = pictures(2, 32, 35)
+    theirs = processor([Image.fromarray(a) for a in arrays], return_tensors="pt")["pixel_values"]
+    other = preprocess(media_of(arrays)[:, 0], SIZE, processor.image_mean, processor.image_std, "torchvision")
+    assert (other - theirs).abs().max() * 255 * min(processor.image_std) > 5
 
 
 @pytest.mark.parametrize("name", ["pickscore", "clipscore"])
