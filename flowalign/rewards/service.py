@@ -128,11 +128,12 @@ class Service:
             raise early
         content_type = _content_type(request)
         lease = self.budget.lease()
+        body: bytes | None = None
         try:
             body = await self._body(request, content_type, lease)
             loop = asyncio.get_running_loop()
             found = await loop.run_in_executor(self._decoders, wire.read_request, body, content_type, self.limits)
-            del body
+            body = b""  # its media were copied
             lease.resize(found.nbytes)
             job = self._submit(found)
         except BaseException as error:
@@ -140,7 +141,8 @@ class Service:
             if isinstance(error, WireError):
                 raise Refusal(413 if isinstance(error, TooLarge) else 400, str(error)) from None
             if isinstance(error, Full):
-                await self._linger(request)
+                if body is None:
+                    await self._linger(request)
                 raise Refusal(429, f"busy: {error}", _RETRY_AFTER) from None
             raise
         # Not at the end of this call: a judge may still hold the media of a client that went away.

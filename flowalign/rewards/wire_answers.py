@@ -115,10 +115,13 @@ def _scores(values: Any, count: int, what: str) -> Tensor:
         raise WireError(f"the answer holds {came} {short(what)} for {count} samples")
     if not all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values):
         raise WireError(f"the answer's {short(what)} are not all numbers or null")
-    largest = float(np.finfo(np.float32).max)
-    if any(value is not None and not abs(value) <= largest for value in values):
+    try:
+        column = torch.tensor([math.nan if one is None else float(one) for one in values], dtype=torch.float64).float()
+    except OverflowError:
+        column = torch.tensor([math.inf])
+    if column.isinf().any():
         raise WireError(f"the answer's {short(what)} hold a number beyond float32")
-    return torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float32)
+    return column
 
 
 # ---------------------------------------------------------------- specs

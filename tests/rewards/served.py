@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 
-from flowalign.rewards import listening
+from flowalign.rewards import listening, wire
 from flowalign.rewards.base import Scored
 from flowalign.rewards.judge import Judge
 from flowalign.rewards.server import app
 from flowalign.rewards.service import Service
+from flowalign.rewards.wire import SAFETENSORS, ScoreRequest
 from flowalign.types import FlowAlignError
 from tests.training.toy import spec
 
@@ -28,7 +30,7 @@ class Meter:
     Metadata {"nan": ...} have no score, {"raise": ...} raise, {"mistake": ...} are a user's mistake.
     """
 
-    def __init__(self, seconds: float = 0.0, **facts: Any) -> None:
+    def __init__(self, seconds: float = 0.0, device: object = "cpu", **facts: Any) -> None:
         range_ = (0.0, float("inf"))
         self.spec = replace(spec("meter"), native_range=range_, differentiable=False, **facts)
         self.seconds, self.batches = seconds, []
@@ -88,3 +90,19 @@ def running(
             server.handle_exit(15, None)
             thread.join(10)
             assert not thread.is_alive() and not server.unfinished
+
+
+def body(media: object, prompts: object = None, reward: str = "meter", **fields: object) -> bytes:
+    prompts = prompts or [f"p{i}" for i in range(len(media))]
+    metadata = fields.pop("metadata", None)
+    return wire.write_request(ScoreRequest(reward, media, tuple(prompts), metadata, **fields))
+
+
+def post(url: str, content: object, kind: str = SAFETENSORS, seconds: float = 20, **headers: object) -> httpx.Response:
+    return httpx.post(f"{url}/v1/score", content=content, headers={"Content-Type": kind, **headers}, timeout=seconds)
+
+
+def scores(answer: httpx.Response) -> list[float | None]:
+    """As float32 numbers."""
+    assert answer.status_code == 200, answer.text
+    return [None if value is None else torch.tensor(value).item() for value in answer.json()["scores"]]
