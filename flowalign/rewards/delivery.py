@@ -24,7 +24,7 @@ _CONNECT = 10.0  # seconds
 _BACK_OFF = 0.25  # seconds before the first repetition, then twice as long each time
 _MAX_BACK_OFF = 8.0
 _DOWN = 1.0  # seconds for which a server that cannot be reached is asked only where there is no other
-_BUSY = 1.0  # seconds, where a busy server names none
+_BUSY = 1.0  # seconds, where a busy server names none; the most between questions where it names fewer
 
 
 class Failure(Exception):
@@ -181,16 +181,17 @@ class Delivery:
     ) -> T | str:
         tried: Counter[str] = Counter()
         jitter = random.Random(packet.number)
-        reason, failures = "no server is left", 0
+        reason, failures, busy = "no server is left", 0, 0
         while True:
             url = call.choose(tried)
             if url is None:
                 return reason if tried else "; ".join(call.banned.values())
-            pause = _back_off(failures - 1, jitter) if tried[url] and failures else 0.0
-            wait = max(pause, call.ready[url] - time.monotonic())
+            wait = call.ready[url] - time.monotonic()
+            if tried[url]:
+                wait = max(wait, _back_off(failures - 1, jitter), min(_BUSY, _back_off(busy - 1, jitter)))
             if wait >= call.left():
                 return f"{reason}; the next attempt would come after the {self.timeout:g} s of the call"
-            await asyncio.sleep(wait)
+            await asyncio.sleep(max(0.0, wait))
             tried[url] += 1
             call.in_flight[url] += 1
             try:
@@ -213,6 +214,7 @@ class Delivery:
                 call.ready[url] = max(call.ready[url], time.monotonic() + failure.wait * jitter.uniform(1, 1.25))
             if failure.kind == "server":
                 call.banned[url] = reason
+            busy += failure.kind == "busy"
             failures += failure.kind != "busy"
             if failure.kind == "request" or failures > self.retries:
                 return f"{reason} (attempt {sum(tried.values())})"
@@ -263,6 +265,8 @@ class Delivery:
 
 def _back_off(failures: int, jitter: random.Random) -> float:
     """Seconds; keyed by the request, so that requests that failed together do not come back together."""
+    if failures < 0:
+        return 0.0
     return min(_MAX_BACK_OFF, _BACK_OFF * 2.0**failures) * jitter.uniform(0.75, 1.25)
 
 

@@ -19,6 +19,7 @@ from flowalign.rewards.base import Scored
 from flowalign.rewards.batching import Batcher, Budget, Full, Job, Lease
 from flowalign.rewards.judge import Judge
 from flowalign.rewards.strict_json import TooLarge, WireError, short
+from flowalign.rewards.upload import Upload
 from flowalign.rewards.wire_answers import Answer, write_answer
 from flowalign.types import FlowAlignError
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LINGER = 1 << 20  # bytes of a refused body that are thrown away, so that its client gets to read why
-_LINGER_SECONDS = 2.0
 _RETRY_AFTER = 1  # seconds; enough for some batches
 _RETRY_STOPPED = 5
 
@@ -122,28 +121,21 @@ class Service:
     # ------------------------------------------------------------ steps
 
     async def _score(self, request: Request) -> Response:
-        begun = time.monotonic()
+        begun, upload = time.monotonic(), Upload(request)
         if (early := self._refusal_by_headers(request)) is not None:
-            await self._linger(request)
+            await upload.discard()
             raise early
-        content_type = _content_type(request)
         lease = self.budget.lease()
-        body: bytes | None = None
         try:
-            body = await self._body(request, content_type, lease)
-            loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self._decoders, wire.read_request, body, content_type, self.limits)
-            body = b""  # its media were copied
-            lease.resize(found.nbytes)
+            found = await self._read(upload, _content_type(request), lease)
             job = self._submit(found)
         except BaseException as error:
             lease.close()
+            if isinstance(error, Full):
+                await upload.discard()
+                raise Refusal(429, f"busy: {error}", _RETRY_AFTER) from None
             if isinstance(error, WireError):
                 raise Refusal(413 if isinstance(error, TooLarge) else 400, str(error)) from None
-            if isinstance(error, Full):
-                if body is None:
-                    await self._linger(request)
-                raise Refusal(429, f"busy: {error}", _RETRY_AFTER) from None
             raise
         # Not at the end of this call: a judge may still hold the media of a client that went away.
         job.future.add_done_callback(lambda _: lease.close())
@@ -184,42 +176,15 @@ class Service:
     def _limit(self, content_type: str) -> int:
         return self.limits.json if content_type == wire.JSON else self.limits.body
 
-    async def _body(self, request: Request, content_type: str, lease: Lease) -> bytes:
-        """The whole body, counted while it comes: its declared length may be missing."""
-        limit, pieces, size = self._limit(content_type), [], 0
-
-        async def read() -> None:
-            nonlocal size
-            async for piece in request.stream():
-                size += len(piece)
-                if size > limit:
-                    raise Refusal(413, f"the body has more than {limit} bytes")
-                lease.resize(size)
-                pieces.append(piece)
-
+    async def _read(self, upload: Upload, content_type: str, lease: Lease) -> wire.ScoreRequest:
         try:
-            await asyncio.wait_for(read(), self.body_timeout)
+            body = await upload.read(self._limit(content_type), self.body_timeout, lease)
         except asyncio.TimeoutError:  # not the built-in one before Python 3.11
             raise Refusal(408, f"the body did not come within {self.body_timeout:g} s") from None
-        return b"".join(pieces)
-
-    async def _linger(self, request: Request) -> None:
-        """Throws some of an unwanted body away: many clients read no answer before they have sent everything."""
-        if request.headers.get("expect") is not None:
-            return  # this client asks first
-
-        async def discard() -> None:
-            size = 0
-            while size < _LINGER:
-                message = await request.receive()
-                size += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body"):
-                    return
-
-        try:
-            await asyncio.wait_for(discard(), _LINGER_SECONDS)
-        except asyncio.TimeoutError:
-            return
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._decoders, wire.read_request, body, content_type, self.limits)
+        lease.resize(found.nbytes)
+        return found
 
     def _submit(self, found: wire.ScoreRequest) -> Job:
         # Names are looked up among the judges that were loaded at the start; nothing is ever imported by request.

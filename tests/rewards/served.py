@@ -25,7 +25,7 @@ from tests.training.toy import spec
 
 
 class Meter:
-    """The sum of a picture's bytes and a number that only its prompt has, exactly; so a swapped score is seen.
+    """A sum of a picture's bytes and a number of its prompt, exactly in float32, so that a swapped score is seen.
 
     Metadata {"nan": ...} have no score, {"raise": ...} raise, {"mistake": ...} are a user's mistake.
     """
@@ -43,8 +43,8 @@ class Meter:
             raise RuntimeError("the secret is 4711")
         if any("mistake" in one for one in metadata):
             raise FlowAlignError("meter: this was a mistake")
-        pixels = (media.double() * 255).sum((1, 2, 3, 4)).round()
-        score = torch.stack([pixels[i] + of_prompt(text) for i, text in enumerate(prompts)]).float()
+        sums = (media.double() * 255).sum((1, 2, 3, 4)).round() % 65521
+        score = torch.stack([sums[i] + of_prompt(text) for i, text in enumerate(prompts)]).float()
         details = []
         for i, one in enumerate(metadata):
             if "nan" in one:
@@ -54,13 +54,13 @@ class Meter:
 
 
 def of_prompt(text: str) -> float:
-    return zlib.crc32(text.encode()) % 1009 / 256
+    return zlib.crc32(text.encode()) % 256 / 256
 
 
 def expected(pixels: torch.Tensor, prompts: list[str]) -> list[float]:
     """Scores of (N, F, 3, H, W) uint8, one by one and with integers."""
     sums = [int(one.sum(dtype=np.int64)) for one in pixels.numpy()]
-    return [total + of_prompt(text) for total, text in zip(sums, prompts, strict=True)]
+    return [total % 65521 + of_prompt(text) for total, text in zip(sums, prompts, strict=True)]
 
 
 def pixels(count: int, frames: int = 1, size: tuple[int, int] = (4, 4), seed: int = 0) -> torch.Tensor:
@@ -79,7 +79,10 @@ def running(
     application = app(judges or {"meter": Judge(Meter())}, **options)
     service: Service = application.state.service
     with listening.bind("127.0.0.1", 0) as bound:
-        server = listening.Server(wrap(application) if wrap else application, service, "serving", 5.0)
+        wrapped = wrap(application) if wrap else application
+        server = listening.Server(wrapped, service, "serving", 5.0)
+        if wrap:
+            wrapped.server, service.wrapped = server, wrapped
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
         thread.start()
         while not server.started and thread.is_alive():
