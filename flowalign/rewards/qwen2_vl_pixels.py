@@ -56,7 +56,7 @@ def patches(media: Tensor, size: tuple[int, int]) -> Tensor:
     images = media.flatten(0, 1)
     if images.shape[-2:] != torch.Size(size):
         images = functional.interpolate(images, size, mode="bicubic", align_corners=False, antialias=True).clamp(0, 1)
-    shown = normalise(images, MEAN, STD).unflatten(0, (count, frames))
+    shown = normalise(images, MEAN, STD).view(count, frames, 3, *size)
     if frames % FRAMES:
         shown = torch.cat([shown, shown[:, -1:]], 1)
     high, wide = (side // FACTOR for side in size)
