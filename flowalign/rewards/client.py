@@ -18,7 +18,7 @@ from flowalign.rewards import wire
 from flowalign.rewards.base import RewardSpec, Scored, check_media
 from flowalign.rewards.delivery import Delivery, Failure
 from flowalign.rewards.judge import merge
-from flowalign.rewards.strict_json import WireError
+from flowalign.rewards.strict_json import WireError, short
 from flowalign.rewards.wire_answers import read_answer, read_spec
 from flowalign.types import FlowAlignError, Metadata
 
@@ -146,12 +146,12 @@ class RemoteReward:
             protocol, rewards, limits = found["protocol"], found["rewards"], found["limits"]
             served = {str(one["name"]): (one["spec"], one["digest"]) for one in rewards}
             limits = wire.Limits(int(limits["body"]), int(limits["samples"]))
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise WireError("the list of rewards cannot be read; is it a server of flowalign?") from None
         if protocol != wire.PROTOCOL:
             raise Failure(f"speaks version {protocol!r} of the protocol, expected {wire.PROTOCOL}; update one side")
         if self.name not in served:
-            raise Failure(f"serves {', '.join(served) or 'nothing'}, not {self.name!r}")
+            raise Failure(f"serves {short(', '.join(served)) or 'nothing'}, not {self.name!r}")
         spec, digest = served[self.name]
         if not isinstance(digest, str) or min(limits) < 1:
             raise WireError("the list of rewards holds no digest, or limits below 1")

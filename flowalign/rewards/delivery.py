@@ -259,7 +259,7 @@ class Delivery:
             text = json.loads(body)["error"]
         except (ValueError, KeyError, TypeError, RecursionError):
             text = short(body.decode(errors="replace"))
-        text = " ".join(str(text).split())[:500]
+        text = " ".join("".join(sign if sign.isprintable() else " " for sign in str(text)[:500]).split())
         return text.replace(self._token, "***") if self._token else text
 
 

@@ -23,7 +23,7 @@ from flowalign.types import FlowAlignError
 HEADER_SECONDS = 10.0
 """From connecting, or from the first byte of a further request, to the end of its headers."""
 MAX_HEADERS = 1 << 14  # bytes
-MAX_CONNECTIONS = 512  # beyond, they are answered 503; beyond twice as many, cut off
+MAX_CONNECTIONS = 400  # beyond, they are answered 503; beyond twice as many, cut off: files are often 1024
 
 
 def check_host(host: str, token: str | None, allow_public: bool) -> None:
@@ -165,6 +165,11 @@ class Protocol(H11Protocol):
         elif self._deadline is not None and not waiting:
             self._deadline.cancel()
             self._deadline = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes a connection without requests, also where the client does not read what it was sent."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the clock."""

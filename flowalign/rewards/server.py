@@ -1,9 +1,9 @@
 """Judges behind HTTP, so that one with hostile pins lives in an environment of its own.
 
 ``GET /healthz``; ``GET /v1/rewards`` (specs, digests, limits); ``GET /v1/metrics``; ``POST /v1/score`` (see
-`flowalign.rewards.wire`). Errors are JSON ``{"error": sentence}``: 400 no valid request, 401 no or a wrong token, 404
-no such judge, 408 a body too slow, 409 another judge than meant, 413 too large, 415 another content type, 429 busy,
-500 the judge failed, 503 stopping; 429 and 503 come with Retry-After.
+`flowalign.rewards.wire`). Errors are JSON ``{"error": sentence}``: 400 no valid request, 401 no or a wrong token, 403
+another name of this machine, 404 no such judge, 408 a body too slow, 409 another judge than meant, 413 too large, 415
+another content type, 429 busy, 500 the judge failed, 503 stopping; 429 and 503 come with Retry-After.
 
 A request holds memory that is counted from the first byte of its body to its answer; beyond ``max_queue_bytes`` new
 ones are refused. On top of that, two bodies at a time are decoded, and each judge has one batch in float32.
@@ -28,6 +28,7 @@ def app(
     judges: Mapping[str, Judge],
     *,
     token: str | None = None,
+    any_host: bool = False,
     max_body_bytes: int = 64 << 20,
     max_samples: int = 1024,
     max_queue: int = 64,
@@ -41,6 +42,7 @@ def app(
     Args:
         judges: by the name that clients use.
         token: what clients must send as ``Authorization: Bearer``; None = nothing.
+        any_host: without a token, answer to any name of this machine; else to localhost and addresses in numbers.
         max_body_bytes, max_samples: of a request; see `wire.Limits`.
         max_queue: requests that may wait for a judge.
         max_queue_bytes: that all requests may hold together.
@@ -63,7 +65,7 @@ def app(
         "max_bytes": max_body_bytes,
     }
     limits = wire.Limits(max_body_bytes, max_samples)
-    service = Service(judges, token, limits, max_queue_bytes, body_timeout, batching)
+    service = Service(judges, token, any_host, limits, max_queue_bytes, body_timeout, batching)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -120,6 +122,7 @@ def serve(
         raise FlowAlignError(f"rewards serve: needs uvicorn ({error}); pip install 'flowalign[server]'") from None
     listening.check_host(host, token, allow_public)
     with listening.bind(host, port) as bound:
-        judges = {name: registry.create(name, device, batch_size, **(params or {}).get(name, {})) for name in names}
-        application = app(judges, token=token, **limits)
-        listening.run(application, application.state.service, bound, f"serving {', '.join(names)} on", grace)
+        own = params or {}
+        judges = {name: registry.create(name, device, batch_size, **own.get(name, {})) for name in dict.fromkeys(names)}
+        application = app(judges, token=token, any_host=allow_public, **limits)
+        listening.run(application, application.state.service, bound, f"serving {', '.join(judges)} on", grace)

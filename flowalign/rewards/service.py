@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -51,6 +52,7 @@ class Service:
         self,
         judges: Mapping[str, Judge],
         token: str | None,
+        any_host: bool,
         limits: wire.Limits,
         max_queue_bytes: int,
         body_timeout: float,
@@ -58,7 +60,7 @@ class Service:
     ) -> None:
         if token is not None and not re.fullmatch("[!-~]+", token):
             raise FlowAlignError("token: is empty or has spaces or other letters than ASCII; give another")
-        self.limits, self.body_timeout = limits, body_timeout
+        self.limits, self.body_timeout, self._any_host = limits, body_timeout, any_host
         self._token = None if token is None else token.encode()
         self.batchers = {name: Batcher(judge, **batching) for name, judge in judges.items()}
         self.budget = Budget(max_queue_bytes)
@@ -166,7 +168,10 @@ class Service:
 
     def _unauthorised(self, request: Request) -> Refusal | None:
         if self._token is None:
-            return None
+            if self._any_host or _is_address(request.url.hostname or ""):
+                return None
+            # A page in a browser of this machine could have a name of its own lead here (DNS rebinding).
+            return Refusal(403, "without a token, only requests to localhost or to an address in numbers are answered")
         given = next((value for key, value in request.headers.raw if key == b"authorization"), b"")
         scheme, _, value = given.partition(b" ")
         if hmac.compare_digest(value, self._token) and scheme.lower() == b"bearer":
@@ -231,6 +236,14 @@ class Service:
         number = uuid4().hex[:12]
         logger.error("failure %s", number, exc_info=error)
         return as_json({"error": f"the judge failed; the server's log says more under {number}", "id": number}, 500)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 def _content_type(request: Request) -> str:

@@ -38,7 +38,7 @@ MAX_PROMPT = 1 << 14  # characters
 MAX_METADATA = 1 << 16  # bytes of JSON, of one sample
 MAX_FRAMES = 512  # of one sample
 MAX_ALL_FRAMES = 8192  # of one request
-MAX_RATIO = 128  # long to short side: judges bring the short side to a fixed size
+MAX_RATIO = 32  # long to short side: judges bring the short side to a fixed size, and the long one with it
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 

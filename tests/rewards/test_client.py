@@ -129,7 +129,7 @@ def test_a_bad_sample_costs_no_other_its_score(many) -> None:
         "as asked",
     ]
     wide = torch.zeros(1, 1, 3, 1, 500)
-    assert "longer than 128 times" in remote(wide, ["a"]).details[0]["reason"]
+    assert "longer than 32 times" in remote(wide, ["a"]).details[0]["reason"]
 
 
 def test_what_the_judge_refuses_is_told_and_not_tried_again() -> None:
@@ -224,7 +224,10 @@ def test_what_is_no_reward_server_is_told(many) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"<html>"})
 
-    with running(None, lambda _: Page()) as (url, _), pytest.raises(FlowAlignError, match="is it a server of flowalign"):
+    with (
+        running(None, lambda _: Page()) as (url, _),
+        pytest.raises(FlowAlignError, match="is it a server of flowalign"),
+    ):
         RemoteReward(url, "meter")
 
 
@@ -341,6 +344,7 @@ def test_the_largest_request_is_within_the_limits_of_the_server() -> None:
     # as the client counts: prompts at their longest, with the signs that take the most room when they are escaped
     limits = wire.Limits()
     texts = tuple(['"' * wire.MAX_PROMPT] * 16)
-    request = wire.ScoreRequest("meter", pixels(16), texts, tuple({"k": "\\" * 30_000} for _ in texts), "i" * 32, "d" * 64)
+    metadata = tuple({"k": "\\" * 30_000} for _ in texts)
+    request = wire.ScoreRequest("meter", pixels(16), texts, metadata, "i" * 32, "d" * 64)
     assert len(wire.write_request(request)) < wire.MAX_HEADER
     assert wire.read_request(wire.write_request(request), wire.SAFETENSORS, limits).prompts == texts

@@ -40,7 +40,7 @@ def received(sock: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-HEAD = b"POST /v1/score HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-safetensors\r\n"
+HEAD = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-safetensors\r\n"
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -84,7 +84,7 @@ def test_headers_that_never_end_are_cut_off(url: str, monkeypatch) -> None:
     monkeypatch.setattr(listening, "HEADER_SECONDS", 0.4)
     begun = time.monotonic()
     with connect(url) as silent, connect(url) as slow, connect(url) as second:
-        second.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        second.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = b""
         while not answer.endswith(b'"ok"}'):
             answer += second.recv(4096)
@@ -107,7 +107,7 @@ def test_headers_of_any_length_are_refused(url: str) -> None:
 
 def test_what_follows_an_answer_that_did_not_need_it_is_not_read_forever(url: str) -> None:
     with connect(url) as sock:
-        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+        sock.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n")
         assert sock.recv(4096).startswith(b"HTTP/1.1 404")
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             for _ in range(200):

@@ -155,7 +155,7 @@ def test_metadata_nested_too_deep_are_refused() -> None:
         ({"media": torch.zeros(2, 0, 3, 4, 4, dtype=torch.uint8)}, "sides of at least 1"),
         ({"media": torch.zeros(2, 1, 4, 4, 4, dtype=torch.uint8)}, "expected \\(F, 3, H, W\\)"),
         ({"media": torch.zeros(2, 1, 3, 0, 4, dtype=torch.uint8)}, "sides of at least 1"),
-        ({"media": torch.zeros(2, 1, 3, 1, 200, dtype=torch.uint8)}, "longer than 128 times"),
+        ({"media": torch.zeros(2, 1, 3, 1, 200, dtype=torch.uint8)}, "longer than 32 times"),
         ({"media": torch.zeros(1, 600, 3, 1, 1, dtype=torch.uint8)}, "600 frames"),
         ({"media": torch.zeros(2, 1, 3, 4, 4, dtype=torch.int16)}, "the media are I16"),
         ({"media": torch.zeros(2, 1, 3, 4, 4, dtype=torch.float64)}, "the media are F64"),
@@ -261,11 +261,12 @@ def chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def bomb(width: int, height: int) -> str:
-    """A PNG that announces more pixels than it is worth to decode."""
+def bomb(width: int, height: int, kind: bytes = b"tEXt") -> str:
+    """A PNG that announces more pixels than it has, or that holds 64 MB of notes."""
+    notes = b"a\0\0" + zlib.compress(bytes(64_000_000), 1) if kind != b"tEXt" else b"a\0b"
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     data = chunk(b"IDAT", zlib.compress(bytes(1000)))
-    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + head + data + chunk(b"IEND", b"")).decode()
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + head + chunk(kind, notes) + data + chunk(b"IEND", b"")).decode()
 
 
 @pytest.mark.parametrize(
@@ -281,8 +282,10 @@ def bomb(width: int, height: int) -> str:
         ([png(np.zeros((4, 4, 3), np.uint8)), png(np.zeros((4, 5, 3), np.uint8))], "all of one size"),
         ([["x"]], "expected base64"),
         (png(Image.new("I;16", (4, 4))), "8 bits"),
-        (png(np.zeros((1, 129, 3), np.uint8)), "longer than 128 times"),
+        (png(np.zeros((1, 33, 3), np.uint8)), "longer than 32 times"),
         (png(Image.new("RGB", (4, 4)), save_all=True, append_images=[Image.new("RGB", (4, 4), "red")]), "animation"),
+        (bomb(4, 4, b"zTXt"), "base64 PNG"),
+        (bomb(4, 4, b"iCCP"), "base64 PNG"),
         (bomb(600, 600), "more than a request may hold"),
         (bomb(60_000, 60_000), "base64 PNG"),  # by Pillow's own limit
     ],
