@@ -97,7 +97,7 @@ def accuracy(difference: FloatArray, prompts: Sequence[str], resamples: int = 10
             bound = 0.025 ** (1 / len(counts))
             low, high = (bound, 1.0) if mean == 1.0 else (0.0, 1 - bound)
         else:
-            low, high = _interval(np.bincount(group, weights=right), counts, resamples, seed)
+            low, high = _interval(np.bincount(group, weights=right).astype(np.float64), counts, resamples, seed)
     return Accuracy(mean, low, high, int(right.size), ties, invalid, len(counts))
 
 
