@@ -27,6 +27,7 @@ BUILT_IN = {
     "geneval": "reward_models.geneval.reward:GenEval",
     "hpsv2": "reward_models.hpsv2.reward:HPSv2",
     "hpsv2.1": "reward_models.hpsv2.reward:HPSv21",
+    "hpsv3": "reward_models.hpsv3.reward:HPSv3",
     "imagereward": "reward_models.imagereward.reward:ImageReward",
     "jpeg-compressibility": "reward_models.jpeg.reward:JPEGCompressibility",
     "jpeg-incompressibility": "reward_models.jpeg.reward:JPEGIncompressibility",
@@ -39,6 +40,7 @@ BUILT_IN = {
     "temporal-flicker": "reward_models.pixels.reward:TemporalFlicker",
     "unifiedreward": "reward_models.unifiedreward.reward:UnifiedReward",
     "unifiedreward-video": "reward_models.unifiedreward.reward:UnifiedRewardVideo",
+    "videoalign": "reward_models.videoalign.reward:VideoAlign",
     "vlm-judge": "reward_models.vlm_judge.reward:VLMJudge",
     "vlm-judge-video": "reward_models.vlm_judge.reward:VLMJudgeVideo",
 }
