@@ -1,13 +1,15 @@
-"""A folder as users have them: pictures and videos, captioned in three ways, and seven files that are odd or broken."""
+"""Folders to score; one as users have them, with pictures and videos, three kinds of captions and seven odd files."""
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from flowalign.commands import score_listing
 from flowalign.data.worlds import shapes, shapes_render
 
 ODD = {
@@ -80,3 +82,20 @@ def build(folder: Path, pictures: int, videos: int) -> None:
     Image.fromarray(np.round(clear * 255).astype(np.uint8)).save(folder / "odd/alpha.png")
     Image.fromarray(np.round(render.mean(2) * 65535).astype(np.uint16)).save(folder / "odd/deep.png")
     Image.fromarray(np.tile(np.arange(4000, dtype=np.uint8), (10, 1))).save(folder / "odd/strip.png")
+
+
+def grey(folder: Path, values, size=(8, 8)) -> list[score_listing.Row]:
+    """Rows of plain pictures, captioned by number."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for i, value in enumerate(values):
+        Image.new("L", size, value).save(folder / f"{i:03d}.png")
+        lines.append(json.dumps({"file_name": f"{i:03d}.png", "text": str(i), "number": i}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return score_listing.list_media(folder)
+
+
+def table(path: Path) -> dict[str, dict[str, str]]:
+    """{file: row} of a CSV."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return {row["file_name"]: row for row in csv.DictReader(file)}
