@@ -42,8 +42,8 @@ def target_size(height: int, width: int, smallest: int, largest: int) -> tuple[i
 def patches(media: Tensor, size: tuple[int, int]) -> Tensor:
     """Resizes, normalises and cuts into patches, in the order in which four neighbours become one token.
 
-    Antialiased bicubic, clamped since it overshoots. The authors round to bytes here, after each of two passes; this does
-    not, for the sake of gradients.
+    Antialiased bicubic, clamped since it overshoots. The authors round to bytes here, after each of two passes; this
+    does not, for the sake of gradients.
 
     Args:
         media: (N, F, 3, H, W) in [0, 1]; the last frame is shown again where F is odd.

@@ -60,13 +60,13 @@ def test_scores_are_those_of_the_authors_code(scored) -> None:
     assert all(abs(got - other) > 1e-3 for got, other in zip(scored.score.tolist(), EXACT_ANGLES, strict=True))
 
 
-def test_overall_is_the_sum_and_any_can_be_the_score(params, reward, scored) -> None:
+def test_overall_is_the_sum_and_any_can_be_the_score(params, scored) -> None:
     parts = scored.subscores
     assert torch.equal(scored.score, parts["overall"])
     assert (parts["overall"] - parts["vq"] - parts["mq"] - parts["ta"]).abs().max() < 1e-6
-    for name in SCORES[1:]:
-        chosen = VideoAlign(**params, score=name)(videos()[:1], PROMPTS[:1])
-        assert (chosen.score - parts[name][:1]).abs().max() < 1e-5
+    for name in SCORES:
+        chosen = VideoAlign(**params, score=name)(videos()[:1, :2], PROMPTS[:1])
+        assert torch.equal(chosen.score, chosen.subscores[name])
         assert set(chosen.subscores) == set(SCORES)
 
 
@@ -125,10 +125,20 @@ def test_a_single_frame_is_nan_with_its_reason(reward) -> None:
 
 
 def test_a_prompt_that_spells_a_token_hinders_no_other(reward, scored) -> None:
-    for token in TOKENS:
-        mixed = reward(videos(), [f"a {token}", PROMPTS[1]])
-        assert mixed.valid.tolist() == [False, True] and "spells a token" in mixed.details[0]["reason"]
-        assert (mixed.score[1] - scored.score[1]).abs() < 1e-5
+    mixed = reward(videos(), [f"a {TOKENS[2]}", PROMPTS[1]])
+    assert mixed.valid.tolist() == [False, True] and "spells a token" in mixed.details[0]["reason"]
+    assert (mixed.score[1] - scored.score[1]).abs() < 1e-5
+    assert all(reward.scores.question(f"a {token}", 2) is None for token in (*TOKENS, "<|video_pad|>"))
+    assert reward.scores.question("a <|image_pad|>", 2) is not None  # stands for nothing in a question about a video
+
+
+def test_published_precision_stays_near(params) -> None:
+    half = VideoAlign(**params | {"precision": "bf16"})
+    kinds = {weight.dtype for weight in half.scores.model.language_model.parameters()}
+    found = half(videos()[:1], PROMPTS[:1])
+    assert kinds == {torch.bfloat16} and found.score.dtype == torch.float32
+    for name, value in found.subscores.items():
+        assert float(value) == pytest.approx(AUTHORS[name][0], abs=0.1) and float(value) != AUTHORS[name][0]
 
 
 def test_gradients_reach_the_frames_that_are_seen(reward) -> None:
@@ -138,12 +148,12 @@ def test_gradients_reach_the_frames_that_are_seen(reward) -> None:
     assert (norms > 1e-3).tolist() == [True, True, False, True, True] and norms[2] == 0
 
 
-def test_the_frame_rate_counts(params, scored) -> None:
+def test_the_frame_rate_counts(params) -> None:
     slow = VideoAlign(**params, fps=1.0)
     video = torch.cat([videos()[:1], videos()[1:]], 1)
-    assert len(frames_seen(10, 16.0)) == 4 and len(frames_seen(10, 1.0)) == 10
     fast = VideoAlign(**params)(video, PROMPTS[:1]).score
-    assert (slow(video, PROMPTS[:1]).score - fast).abs() > 1e-3
+    four = VideoAlign(**params)(video[:, [0, 3, 6, 9]], PROMPTS[:1]).score
+    assert torch.equal(fast, four) and (slow(video, PROMPTS[:1]).score - fast).abs() > 1e-3
 
 
 def merged(params, scale: float) -> Qwen2VLScores:
