@@ -289,16 +289,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the only place that turns exceptions into messages.
 
     Returns:
-        0, 1 for a fault of flowalign, 2 for a mistake of the user, 130 for Ctrl-C.
+        0, 1 for a fault of flowalign, 2 for a mistake of the user, 130 for Ctrl-C, 141 where nobody reads on.
     """
     try:
         args = parse(sys.argv[1:] if arguments is None else arguments)
-        return int(importlib.import_module(f"flowalign.commands.{args.command}").run(args))
+        status = int(importlib.import_module(f"flowalign.commands.{args.command}").run(args))
+        sys.stdout.flush()
+        return status
     except SystemExit as stop:  # argparse: help or a usage error
         return stop.code if isinstance(stop.code, int) else 2
     except KeyboardInterrupt:
         print("flowalign: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        return 141
     except Exception as error:
         return _report(error)
 

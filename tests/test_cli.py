@@ -144,6 +144,17 @@ def test_ctrl_c(command: types.ModuleType, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "flowalign: interrupted\n"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    code = "import sys; from flowalign.cli import main; sys.exit(main(['rewards', 'list']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        assert process.stderr.read() == ""  # type: ignore[union-attr]
+    assert process.returncode == 141
+
+
 def test_the_entry_for_several_processes_is_the_same_command(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text("modle: {}\n")
