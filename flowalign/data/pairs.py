@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from flowalign.core import rng
+from flowalign.data import media
 from flowalign.types import FlowAlignError
 
 METADATA = "metadata.jsonl"
@@ -109,28 +110,25 @@ def _record(line: str, where: str) -> tuple[str, str]:
 def read_image(path: str | Path, height: int | None = None, width: int | None = None) -> Tensor:
     """(3, H, W) float32 in [0, 1]; with a size, scaled to cover it (Lanczos, antialiased) and cropped at the centre.
 
-    Transparency is laid on white, palettes and grey become RGB.
+    What `media.read` says of transparency, grey, 16 bits and orientation holds here too.
 
     Raises:
         FlowAlignError: missing, or not an image.
     """
     try:
-        with Image.open(path) as opened:
-            image = (
-                opened.convert("RGBA") if "transparency" in opened.info or "A" in opened.mode else opened.convert("RGB")
-            )
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError, SyntaxError, ValueError) as error:
+        picture = media.read(Path(path))[0]
+    except media.Unreadable as error:
         raise FlowAlignError(
             f"image {str(path)!r}: cannot be read ({error}); replace it by a png, jpg or webp"
         ) from None
-    if image.mode == "RGBA":
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    if height is not None and width is not None and image.size != (width, height):
-        scale = max(width / image.width, height / image.height)
-        size = (math.ceil(image.width * scale - 1e-6), math.ceil(image.height * scale - 1e-6))
-        image = image.resize(size, Image.Resampling.LANCZOS)
-        left, top = (image.width - width) // 2, (image.height - height) // 2
-        image = image.crop((left, top, left + width, top + height))
+    if height is None or width is None or picture.shape[1:] == (height, width):
+        return picture
+    image = Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
+    scale = max(width / image.width, height / image.height)
+    size = (math.ceil(image.width * scale - 1e-6), math.ceil(image.height * scale - 1e-6))
+    image = image.resize(size, Image.Resampling.LANCZOS)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    image = image.crop((left, top, left + width, top + height))
     return torch.from_numpy(np.asarray(image, np.float32) / 255.0).permute(2, 0, 1).contiguous()
 
 

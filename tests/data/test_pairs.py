@@ -43,6 +43,8 @@ def test_grey_palette_and_transparent_pictures_become_rgb(tmp_path) -> None:
     Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(tmp_path / "clear.png")
     assert torch.allclose(read_image(tmp_path / "grey.png"), torch.full((3, 4, 4), 128 / 255))
     assert torch.allclose(read_image(tmp_path / "clear.png"), torch.ones(3, 4, 4))
+    Image.fromarray(np.full((4, 4), 0x4000, np.uint16)).save(tmp_path / "deep.png")
+    assert torch.allclose(read_image(tmp_path / "deep.png"), torch.full((3, 4, 4), 0x4000 / 0xFFFF))
 
 
 def test_the_folder_that_the_world_writes(tmp_path) -> None:
