@@ -15,14 +15,18 @@ ASSETS = Path(__file__).parent.parent / "assets"
 ADAPTERS = {"StableDiffusion3Pipeline": SD3}
 """Class of the pipeline, as model_index.json names it -> adapter."""
 
-__all__ = ["ADAPTERS", "load_model", "resolve"]
+__all__ = ["ADAPTERS", "embedded", "load_model", "resolve"]
 
 
 def resolve(path: str | Path) -> str:
     """The folder of an embedded pipeline where ``path`` is its bare name, otherwise ``path`` itself."""
     name = str(path)
-    embedded = ASSETS / name
-    return str(embedded) if "/" not in name and name not in ("", ".", "..") and embedded.is_dir() else name
+    return str(ASSETS / name) if name in embedded() else name
+
+
+def embedded() -> list[str]:
+    """Names of the pipelines that are shipped; other assets, such as judges, are no models."""
+    return sorted(index.parent.name for index in ASSETS.glob("*/model_index.json"))
 
 
 def load_model(
@@ -45,10 +49,9 @@ def load_model(
     try:
         name = DiffusionPipeline.load_config(where).get("_class_name")
     except (OSError, ValueError) as error:
-        embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if p.is_dir()))
         raise FlowAlignError(
             f"model {str(path)!r}: no diffusers pipeline could be read ({_first_line(error)}); give an embedded model "
-            f"({embedded}), a folder with a model_index.json, or a hub id that this machine can reach"
+            f"({', '.join(embedded())}), a folder with a model_index.json, or a hub id that this machine can reach"
         ) from None
     if name not in ADAPTERS:
         raise FlowAlignError(
