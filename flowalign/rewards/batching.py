@@ -60,6 +60,11 @@ class Lease:
         self._budget.change(size - self._held)
         self._held = size
 
+    def grow(self, size: int) -> None:
+        """Holds at least ``size`` bytes from now on; see `resize`."""
+        if size > self._held:
+            self.resize(size)
+
     def close(self) -> None:
         """Gives everything back."""
         self.resize(0)

@@ -125,17 +125,20 @@ class Service:
     async def _score(self, request: Request) -> Response:
         begun, upload = time.monotonic(), Upload(request)
         if (early := self._refusal_by_headers(request)) is not None:
-            await upload.discard()
+            await self._discard(upload, early, request)
             raise early
         lease = self.budget.lease()
         try:
+            # At once: many bodies that come in together, none of which fits wholly, would all be in vain.
+            lease.resize(int(request.headers.get("content-length", "0")))
             found = await self._read(upload, _content_type(request), lease)
             job = self._submit(found)
         except BaseException as error:
             lease.close()
             if isinstance(error, Full):
-                await upload.discard()
-                raise Refusal(429, f"busy: {error}", _RETRY_AFTER) from None
+                busy = Refusal(429, f"busy: {error}", _RETRY_AFTER)
+                await self._discard(upload, busy, request)
+                raise busy from None
             if isinstance(error, WireError):
                 raise Refusal(413 if isinstance(error, TooLarge) else 400, str(error)) from None
             raise
@@ -147,6 +150,13 @@ class Service:
         from starlette.responses import Response
 
         return Response(answer, media_type=wire.JSON)
+
+    async def _discard(self, upload: Upload, refusal: Refusal, request: Request) -> None:
+        """All of a body that is to come again later, so that its client learns that; else some of it."""
+        if refusal.retry_after is not None:
+            await upload.discard(self._limit(_content_type(request)), self.body_timeout)
+        else:
+            await upload.discard()
 
     def _refusal_by_headers(self, request: Request) -> Refusal | None:
         """What can be refused before any of the body is read."""
@@ -162,8 +172,6 @@ class Service:
         limit = self._limit(_content_type(request))
         if not re.fullmatch("[0-9]{1,15}", declared) or int(declared) > limit:
             return Refusal(413, f"the body has {short(declared)} bytes, at most {limit} are taken")
-        if self.budget.used + int(declared) > self.budget.most:
-            return Refusal(429, "busy: no room for the body", _RETRY_AFTER)
         return None
 
     def _unauthorised(self, request: Request) -> Refusal | None:

@@ -44,24 +44,32 @@ class Upload:
                 size += len(piece)
                 if size > limit:
                     raise TooLarge(f"the body has more than {limit} bytes")
-                lease.resize(size)
+                lease.grow(size)
                 pieces.append(piece)
 
-        await asyncio.wait_for(collect(), seconds)
+        try:
+            await asyncio.wait_for(collect(), seconds)
+        except BaseException:
+            pieces.clear()  # which the error's traceback would keep while the rest is thrown away
+            raise
         return b"".join(pieces)
 
-    async def discard(self) -> None:
-        """Throws some of an unwanted body away: many clients read no answer before they have sent everything."""
+    async def discard(self, most: int = _LINGER, seconds: float = _LINGER_SECONDS) -> None:
+        """Throws an unwanted body away: many clients read no answer before they have sent everything.
+
+        Args:
+            most: bytes, at about which the client must bear that the connection breaks off.
+        """
         if self._request.headers.get("expect") is not None:
             return  # this one asks first
 
         async def drain() -> None:
             size = 0
-            while not self.complete and size < _LINGER:
+            while not self.complete and size < most:
                 size += len(await self._next())
 
         try:
-            await asyncio.wait_for(drain(), _LINGER_SECONDS)
+            await asyncio.wait_for(drain(), seconds)
         except asyncio.TimeoutError:
             return
 

@@ -95,7 +95,7 @@ def as_float(media: Media) -> Media:
 
 
 def _float(media: Tensor) -> Tensor:
-    return media.float() / 255 if media.dtype == torch.uint8 else media
+    return media.float().div_(255) if media.dtype == torch.uint8 else media
 
 
 def write_request(request: ScoreRequest) -> bytes:

@@ -42,6 +42,7 @@ def test_what_does_not_fit_together_is_not_scored_together() -> None:
         assert scored.score.tolist() == [expected(r[None], [t])[0] for r, t in zip(rows, request.prompts, strict=True)]
     batcher.close()
     assert batcher.counts["batches"] == 6, "the first and sixth request only"
+    assert sorted(meter.batches) == [1, 1, 2, 2, 2, 2, 4]
     assert batcher.counts["samples"] == 14
 
 

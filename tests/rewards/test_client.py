@@ -315,6 +315,14 @@ def test_a_server_that_is_still_loading_is_waited_for() -> None:
     assert made and made[0].spec.name == "meter"
 
 
+def test_servers_on_this_machine_are_not_asked_by_way_of_a_proxy(many, monkeypatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, DEAD)
+    for host in ("127.0.0.1", "localhost"):
+        remote = RemoteReward(many[0].replace("127.0.0.1", host), "meter", retries=0)
+        assert remote(pixels(1).float() / 255, ["a"]).valid.all()
+
+
 def test_it_can_be_called_where_a_loop_runs_already(many) -> None:
     remote = RemoteReward(many[0], "meter")
 

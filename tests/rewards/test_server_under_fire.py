@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -17,7 +17,6 @@ from flowalign.rewards.client import RemoteReward
 from flowalign.rewards.judge import Judge
 from tests.rewards.faults import FAULTS, Faulty
 from tests.rewards.served import Meter, body, expected, pixels, running
-from tests.rewards.test_listening import HEAD, connect
 
 COUNT = 200
 SIDE = 64
@@ -84,43 +83,55 @@ def test_no_score_is_lost_or_swapped_and_every_failure_is_named() -> None:
 
 
 
-def status(url: str, content: bytes) -> bytes:
-    """The status of a request that takes no memory on the client's side."""
-    with connect(url) as sock:
-        sock.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            sock.sendall(content)
-        return sock.recv(4096).split()[1]
+SENDERS = """
+import socket, sys
+from concurrent.futures import ThreadPoolExecutor
+port, file, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+content = open(file, "rb").read()
+head = b"POST /v1/score HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/x-safetensors\\r\\n"
+
+def send(_):
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+        sock.sendall(head + b"Content-Length: %d\\r\\n\\r\\n" % len(content))
+        sock.sendall(content)
+        print(sock.recv(4096).split()[1].decode(), flush=True)
+
+with ThreadPoolExecutor(count) as pool:
+    list(pool.map(send, range(count)))
+"""
 
 
-def test_memory_is_bounded_while_far_more_is_sent_than_there_is_room_for() -> None:
+def test_memory_is_bounded_while_far_more_is_sent_than_there_is_room_for(tmp_path) -> None:
     release = threading.Event()
 
-    class Stuck(Meter):
-        def __call__(self, media, texts, metadata=None):
+    class Stuck(Judge):
+        def __call__(self, *arguments):
             release.wait(20)
-            return super().__call__(media, texts, metadata)
+            return super().__call__(*arguments)
 
     def rss() -> int:
         return psutil.Process(os.getpid()).memory_info().rss
 
-    content = body(pixels(1, size=(1024, 1365)))  # 4 MiB, which all senders share
+    content = body(pixels(1, size=(1024, 1365)))  # 4 MiB
+    (tmp_path / "content").write_bytes(content)
     count, room = 60, 32 << 20
-    with running({"meter": Judge(Stuck())}, max_queue_bytes=room) as (url, service):
+    fitting = room // len(content)
+    with running({"meter": Stuck(Meter())}, max_queue_bytes=room, max_batch=1) as (url, service):
         before, most = rss(), 0
-        with ThreadPoolExecutor(count) as pool:
-            sent = [pool.submit(status, url, content) for _ in range(count)]
+        command = [sys.executable, "-c", SENDERS, url.rpartition(":")[2], str(tmp_path / "content"), str(count)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as senders:
             end = time.monotonic() + 20
-            while sum(one.done() for one in sent) < count - 8 and time.monotonic() < end:
+            while service.statuses[429] < count - fitting and time.monotonic() < end:
                 most = max(most, rss())
                 time.sleep(0.01)
             held = service.budget.used
             release.set()
-            statuses = Counter(one.result() for one in sent)
-    assert statuses.keys() == {b"200", b"429"} and 0 < statuses[b"200"] <= 8
+            assert senders.stdout is not None
+            statuses = Counter(senders.stdout.read().split())
+    assert statuses == {"200": fitting, "429": count - fitting}, "as many as fit, and all others are told"
     assert held <= service.budget.peak <= room and service.budget.used == 0
     assert len(content) * count > 7 * room
-    # 32 MiB of bodies, two of which are decoded, and 16 MiB of float32 for the judge, several times over at worst
+    # 32 MiB of bodies, two of which are decoded, 16 MiB of float32 for the judge, and what 60 connections have in hand
     assert most - before < 150 << 20
 
 
@@ -139,6 +150,12 @@ def test_a_call_ends_in_time_whatever_the_server_does() -> None:
             f"{url}: answered 429: as asked; the next attempt would come after the 2 s of the call"
         )
         assert 3 <= service.wrapped.attempts["c"] <= 8, "although the server says Retry-After: 0"
+
+
+def test_being_busy_is_no_failure() -> None:
+    with running(None, Faulty) as (url, _):
+        remote = RemoteReward(url, "meter", retries=1)
+        assert remote(pixels(1).float() / 255, ["a 429 429 429 drop"]).valid.all()
 
 
 @pytest.mark.parametrize("fault", ["drop", "cut", "500"])
