@@ -104,10 +104,10 @@ def send(_):
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         sock.sendall(head + b"Content-Length: %d\\r\\n\\r\\n" % len(content))
         sock.sendall(content)
-        print(sock.recv(4096).split()[1].decode(), flush=True)
+        return sock.recv(4096).split()[1].decode()
 
 with ThreadPoolExecutor(count) as pool:
-    list(pool.map(send, range(count)))
+    print(*pool.map(send, range(count)))
 """
 
 
