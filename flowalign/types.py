@@ -104,6 +104,7 @@ class RolloutPlan:
         share_noise: all members of a group start from the same x at sigma = 1.
         log_prob: form of the log-density that is recorded.
         storage: dtype that recorded states are rounded through before their log-density is taken.
+        whole_groups: all members of a group are drawn by one process, for methods that compare their latents.
     """
 
     sigmas: Tensor
@@ -114,6 +115,7 @@ class RolloutPlan:
     share_noise: bool = False
     log_prob: LogProbForm = "gaussian"
     storage: torch.dtype = torch.float32
+    whole_groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,18 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Examples:
-    """Captioned clean latents of this rank, for methods that learn from data; fields as in `Rollout`."""
+    """Captioned clean latents of this rank, for methods that learn from data; fields as in `Rollout`.
+
+    Args:
+        clean: (B, C, *S) float32.
+        worse: (B, C, *S) float32, of preferences: what people liked less than ``clean`` for the same caption.
+    """
 
     prompts: tuple[str, ...]
     keys: tuple[int, ...]
     cond: Conditioning
-    clean: Tensor  # (B, C, *S) float32
+    clean: Tensor
+    worse: Tensor | None = None
 
 
 Combination = Literal["sum", "normalise", "ranks"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from flowalign.types import Batch, Examples, Policy, Rollout, RolloutPlan, Scores, Terms
 
@@ -25,4 +25,19 @@ class Algorithm(Protocol):
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         """Per-item loss terms, with gradients to ``policy.current`` only."""
+        ...
+
+
+@runtime_checkable
+class GuidedOnData(Protocol):
+    """A method that learns from `Examples` and evaluates the model with classifier-free guidance on the way."""
+
+    @property
+    def guidance(self) -> float:
+        """The scale, for previews too; 1 = off."""
+        ...
+
+    @property
+    def negative(self) -> str | None:
+        """Text whose conditioning the examples carry as their negative; None = none is needed."""
         ...

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from flowalign.core import losses, path, rng, schedule
+from flowalign.core import losses, noising, path, rng
 from flowalign.types import (
     Batch,
     Examples,
@@ -25,12 +25,16 @@ from flowalign.types import (
 
 @settings
 class SFTSettings:
-    """``batch_size`` images per iteration over all ranks; sigma = sigmoid(sigma_mean + sigma_std z)."""
+    """``batch_size`` images per iteration over all ranks; sigma = sigmoid(sigma_mean + sigma_std z), then shifted.
+
+    ``shift``: of the noise levels; 1 = none, and a model that samples with a shift was trained with it.
+    """
 
     name: Literal["sft"]
     batch_size: PositiveInt = 32
     sigma_mean: float = 0.0
     sigma_std: PositiveFloat = 1.0
+    shift: PositiveFloat = 1.0
     updates: PositiveInt = 1
 
 
@@ -50,13 +54,11 @@ class SFT:
     def prepare(self, policy: Policy, samples: Rollout | Examples, scores: Scores | None) -> Batch:
         if not isinstance(samples, Examples):
             raise TypeError("sft learns from Examples, got a Rollout")
-        clean = samples.clean
+        s, clean = self.settings, samples.clean
         sources = [rng.generator(key, "sft") for key in samples.keys]
-        sigma = torch.cat(
-            [schedule.logit_normal(g, 1, self.settings.sigma_mean, self.settings.sigma_std) for g in sources]
+        _, sigma, noise = noising.logit_normal(
+            sources, clean.shape[1:], mean=s.sigma_mean, std=s.sigma_std, shift=s.shift, device=clean.device
         )
-        sigma = sigma.to(clean.device)
-        noise = rng.normal(sources, clean.shape[1:], clean.device)
         items = {"x": path.interpolate(clean, noise, sigma), "sigma": sigma, "target": path.velocity(clean, noise)}
         count = clean.shape[0]
         return Batch(

@@ -54,6 +54,19 @@ def make_policy(
     return Policy(current, before_training)
 
 
+def in_chunks(policy: Policy, size: int) -> Policy:
+    """``policy`` whose current velocity is computed for at most ``size`` rows at a time; to be used without gradients.
+
+    What an algorithm asks for in `prepare` is as many rows as the iteration has samples, which memory need not hold.
+    """
+
+    def current(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        parts = [slice(i, i + size) for i in range(0, x.shape[0], size)]
+        return torch.cat([policy.current(x[part], sigma[part], cond.select(part)) for part in parts])
+
+    return replace(policy, current=current)
+
+
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that require gradients, by name.
 

@@ -85,7 +85,8 @@ def train(
             before = replay.fingerprint(model.transformer) if done == start + 1 else None
             drawn = source.draw(done - 1, clock)
             with clock.phase("prepare"), torch.no_grad():
-                batch = algorithm.prepare(learner.policy, drawn.samples, drawn.scores)
+                policy = learn.in_chunks(learner.policy, training.rollout_batch_size)
+                batch = algorithm.prepare(policy, drawn.samples, drawn.scores)
             parts = learn.split_updates(batch, algorithm.updates, len(drawn.samples.keys))
             if before is not None:
                 with clock.phase("replay_check"):
