@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from flowalign.core import losses, path, rng, schedule
+from flowalign.core import losses, noising, schedule
 from flowalign.types import (
     Batch,
     Examples,
@@ -50,18 +50,11 @@ class SFT:
     def prepare(self, policy: Policy, samples: Rollout | Examples, scores: Scores | None) -> Batch:
         if not isinstance(samples, Examples):
             raise TypeError("sft learns from Examples, got a Rollout")
-        clean = samples.clean
-        sources = [rng.generator(key, "sft") for key in samples.keys]
-        sigma = torch.cat(
-            [schedule.logit_normal(g, 1, self.settings.sigma_mean, self.settings.sigma_std) for g in sources]
+        s = self.settings
+        noised = noising.noised(
+            samples.clean, samples.keys, "sft", lambda g: schedule.logit_normal(g, 1, s.sigma_mean, s.sigma_std)
         )
-        sigma = sigma.to(clean.device)
-        noise = rng.normal(sources, clean.shape[1:], clean.device)
-        items = {"x": path.interpolate(clean, noise, sigma), "sigma": sigma, "target": path.velocity(clean, noise)}
-        count = clean.shape[0]
-        return Batch(
-            items, torch.arange(count, device=clean.device), samples.cond, torch.ones(count, device=clean.device)
-        )
+        return Batch(noised.items, noised.sample, samples.cond, torch.ones_like(noised.items["sigma"]))
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         cond = batch.cond.select(batch.sample)
