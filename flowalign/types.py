@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform, get_type_hints
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 KernelName = Literal["ode", "flow", "dance", "cps", "sage"]
@@ -23,6 +23,7 @@ NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 T = TypeVar("T")
 
@@ -201,17 +202,34 @@ class Scores:
     gated: Tensor | None = None
 
 
+WeightSet = Literal["behaviour", "anchor", "reference"]
+"""Weights that a method may keep besides those in training; see `Policy`."""
+
+
 @dataclass(frozen=True)
 class Policy:
-    """All of the model that an algorithm may touch. Neither velocity applies guidance.
+    """All of the model that an algorithm may touch. No velocity applies guidance; only ``current`` has gradients.
 
     Args:
-        current: the weights in training, with gradients.
-        reference: the weights before training (adapter disabled), without gradients.
+        current: the weights in training.
+        reference: the weights before training, or of the last renewal where a method renews them.
+        behaviour: the weights that draw the samples; left out, those in training.
+        anchor: weights that follow those in training, for a loss to pull to; left out, those in training.
     """
 
     current: VelocityFn
     reference: VelocityFn
+    behaviour: VelocityFn = field(default=None)  # type: ignore[assignment]  # never None once it is made
+    anchor: VelocityFn = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        def without_gradient(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+            with torch.no_grad():
+                return self.current(x, sigma, cond)
+
+        for name in ("behaviour", "anchor"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, without_gradient)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from flowalign.core import losses, noising, path, rng
+from flowalign.core import losses, noising, schedule
 from flowalign.types import (
     Batch,
     Examples,
@@ -54,16 +54,13 @@ class SFT:
     def prepare(self, policy: Policy, samples: Rollout | Examples, scores: Scores | None) -> Batch:
         if not isinstance(samples, Examples):
             raise TypeError("sft learns from Examples, got a Rollout")
-        s, clean = self.settings, samples.clean
-        sources = [rng.generator(key, "sft") for key in samples.keys]
-        _, sigma, noise = noising.logit_normal(
-            sources, clean.shape[1:], mean=s.sigma_mean, std=s.sigma_std, shift=s.shift, device=clean.device
-        )
-        items = {"x": path.interpolate(clean, noise, sigma), "sigma": sigma, "target": path.velocity(clean, noise)}
-        count = clean.shape[0]
-        return Batch(
-            items, torch.arange(count, device=clean.device), samples.cond, torch.ones(count, device=clean.device)
-        )
+        s = self.settings
+
+        def levels(generator: torch.Generator) -> torch.Tensor:
+            return schedule.shift_sigma(schedule.logit_normal(generator, 1, s.sigma_mean, s.sigma_std), s.shift)
+
+        noised = noising.noised(samples.clean, samples.keys, "sft", levels)
+        return Batch(noised.items, noised.sample, samples.cond, torch.ones_like(noised.items["sigma"]))
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         cond = batch.cond.select(batch.sample)

@@ -157,7 +157,7 @@ def _chunk(
     window = plan.window
     windows = window and [window(rng.generator(seed, iteration, "window", s.prompt)) for s in samples]
     trajectory = sampling.integrate(
-        guidance.classifier_free(policy.current, plan.guidance),
+        guidance.classifier_free(policy.behaviour, plan.guidance),
         rng.normal(shared if plan.share_noise else own, shape, device),
         cond,
         plan.sigmas,
