@@ -23,9 +23,9 @@ Pixels: TypeAlias = Annotated[int, Gt(0), MultipleOf(8)]
 
 AlgorithmSettings: TypeAlias = Annotated[
     SFTSettings
-    | SOARSettings
     | FlowGRPOSettings
     | DiffusionNFTSettings
+    | SOARSettings
     | FlowDPOSettings
     | OfflineFlowDPOSettings,
     Discriminator("name"),
