@@ -204,7 +204,12 @@ def _export(command: argparse.ArgumentParser) -> None:
         default="diffusers",
         help="one LoRA file, or a whole merged pipeline",
     )
-    command.add_argument("--weights", choices=["current", "ema"], default="current", help="which weights of the run")
+    command.add_argument(
+        "--weights",
+        choices=["current", "ema", "behaviour", "anchor", "reference"],
+        default="current",
+        help="which weights of the run: those in training, or others that it keeps",
+    )
     command.add_argument("--out", required=True, help="folder to write to")
 
 

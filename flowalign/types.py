@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, dataclass_transform, get_type_hints
 
 import torch
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 KernelName = Literal["ode", "flow", "dance", "cps", "sage"]
@@ -23,6 +23,7 @@ NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+Decay = Annotated[float, Ge(0), Lt(1)]
 
 T = TypeVar("T")
 
@@ -104,6 +105,7 @@ class RolloutPlan:
         share_noise: all members of a group start from the same x at sigma = 1.
         log_prob: form of the log-density that is recorded.
         storage: dtype that recorded states are rounded through before their log-density is taken.
+        whole_groups: all members of a group are drawn by one process, for methods that compare their latents.
     """
 
     sigmas: Tensor
@@ -114,6 +116,7 @@ class RolloutPlan:
     share_noise: bool = False
     log_prob: LogProbForm = "gaussian"
     storage: torch.dtype = torch.float32
+    whole_groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,12 +161,18 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Examples:
-    """Captioned clean latents of this rank, for methods that learn from data; fields as in `Rollout`."""
+    """Captioned clean latents of this rank, for methods that learn from data; fields as in `Rollout`.
+
+    Args:
+        clean: (B, C, *S) float32.
+        worse: (B, C, *S) float32, of preferences: what people liked less than ``clean`` for the same caption.
+    """
 
     prompts: tuple[str, ...]
     keys: tuple[int, ...]
     cond: Conditioning
-    clean: Tensor  # (B, C, *S) float32
+    clean: Tensor
+    worse: Tensor | None = None
 
 
 Combination = Literal["sum", "normalise", "ranks"]
@@ -193,17 +202,34 @@ class Scores:
     gated: Tensor | None = None
 
 
+WeightSet = Literal["behaviour", "anchor", "reference"]
+"""Weights that a method may keep besides those in training; see `Policy`."""
+
+
 @dataclass(frozen=True)
 class Policy:
-    """All of the model that an algorithm may touch. Neither velocity applies guidance.
+    """All of the model that an algorithm may touch. No velocity applies guidance; only ``current`` has gradients.
 
     Args:
-        current: the weights in training, with gradients.
-        reference: the weights before training (adapter disabled), without gradients.
+        current: the weights in training.
+        reference: the weights before training, or of the last renewal where a method renews them.
+        behaviour: the weights that draw the samples; left out, those in training.
+        anchor: weights that follow those in training, for a loss to pull to; left out, those in training.
     """
 
     current: VelocityFn
     reference: VelocityFn
+    behaviour: VelocityFn = field(default=None)  # type: ignore[assignment]  # never None once it is made
+    anchor: VelocityFn = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        def without_gradient(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+            with torch.no_grad():
+                return self.current(x, sigma, cond)
+
+        for name in ("behaviour", "anchor"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, without_gradient)
 
 
 @dataclass(frozen=True)

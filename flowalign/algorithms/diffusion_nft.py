@@ -6,19 +6,21 @@ pushed away from those of bad ones. With r = clip(A / (2 a) + 1/2, 0, 1), a the 
     v+ = b v + (1 - b) v_old,   v- = (1 + b) v_old - b v,   clean+- = x - sigma v+-
     loss = a (r L+ + (1 - r) L-) / b,   L+- = mean (clean+- - clean)^2 / w+-,   w+- = mean |clean+- - clean|
 
-Deviations from the authors' code: the old policy is the one in training (their decay type 0), so that there is one
-update per rollout and v_old is v itself; endpoints come from Euler steps where they use a second-order solver.
+v_old draws the samples and follows v: v_old <- d v_old + (1 - d) v, once per rollout. At v = v_old the gradient does
+not depend on b; away from it, b is the strength of a pull to v_old.
+
+Deviation from the authors' code: endpoints come from Euler steps where they use a second-order solver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowalign.core import advantages, combination, losses, path, rng, schedule
+from flowalign.core import advantages, losses, noising, path, schedule
 from flowalign.types import (
     Batch,
     Examples,
@@ -30,10 +32,27 @@ from flowalign.types import (
     RolloutPlan,
     Scores,
     Terms,
+    WeightSet,
     settings,
 )
 
 SMALLEST_WEIGHT = 1e-5
+
+
+class Lag(NamedTuple):
+    """Of v_old; see `schedule.lag`."""
+
+    rate: float
+    cap: float
+    flat: int
+
+
+OLD_POLICIES = {
+    "on_policy": Lag(rate=0.0, cap=0.0, flat=0),
+    "slow": Lag(rate=0.001, cap=0.5, flat=0),
+    "ocr": Lag(rate=0.0075, cap=0.999, flat=75),
+}
+"""The authors' decay types 0, 1 and 2."""
 
 
 @settings
@@ -45,10 +64,14 @@ class DiffusionNFTSettings:
         noisings: random levels of the grid at which each endpoint is learnt from; the authors use all but the last.
         noisy_levels: draw them from the first, noisiest levels only, where composition is decided; null = from all but
             the last.
-        nft_beta: b; smaller is a larger implied step.
+        old_policy: how v_old follows: "on_policy" copies v after every rollout; "slow" lags more and more, up to half;
+            "ocr" copies it for 75 optimiser steps and then slows down to a thousandth within 133 more.
+        nft_beta: b; smaller is a larger implied step. The authors take 0.1 for OCR and for several rewards.
         kl_weight: of mean (v - v_reference)^2.
         advantage_clip: a.
-        updates: optimiser steps per rollout: one, because the old policy is the one in training.
+        advantage_mode: what of the advantage counts: "all"; "positive_only" or "negative_only", the rest being 0;
+            "one_only", 1 where it is positive and else 0; "binary", its sign.
+        updates: optimiser steps per rollout.
     """
 
     name: Literal["diffusion_nft"]
@@ -56,11 +79,13 @@ class DiffusionNFTSettings:
     schedule: schedule.ScheduleName = "diffusers"
     noisings: PositiveInt = 4
     noisy_levels: PositiveInt | None = None
+    old_policy: Literal["on_policy", "slow", "ocr"] = "slow"
     nft_beta: PositiveFloat = 1.0
     kl_weight: NonNegativeFloat = 1e-4
     advantage_clip: PositiveFloat = 5.0
+    advantage_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     advantage_std: advantages.AdvantageStd = "global"
-    updates: Literal[1] = 1
+    updates: PositiveInt = 1
 
     def __post_init__(self) -> None:
         if self.noisy_levels is not None and self.noisy_levels > self.num_steps - 1:
@@ -79,6 +104,11 @@ class DiffusionNFTSettings:
         """How many levels of the grid, from the noisiest, are learnt from."""
         return self.noisy_levels or self.num_steps - 1
 
+    @property
+    def lags(self) -> bool:
+        """Whether v_old ever differs from v."""
+        return self.old_policy != "on_policy" or self.updates > 1
+
 
 class DiffusionNFT:
     """See the module. ``shift`` is the timestep shift of the model's scheduler."""
@@ -94,42 +124,47 @@ class DiffusionNFT:
     def plan(self, iteration: int) -> RolloutPlan:
         return RolloutPlan(sigmas=self.sigmas)
 
+    def decays(self, iteration: int) -> Mapping[WeightSet, float]:
+        s = self.settings
+        steps = (iteration + 1) * s.updates
+        return {"behaviour": schedule.lag(steps, **OLD_POLICIES[s.old_policy]._asdict())} if s.lags else {}
+
     def prepare(self, policy: Policy, samples: Rollout | Examples, scores: Scores | None) -> Batch:
-        if not isinstance(samples, Rollout) or scores is None:
-            raise TypeError("diffusion_nft learns from a scored Rollout, got examples or no scores")
-        s, clean = self.settings, samples.trajectory.final
-        credit = combination.credit(scores, s.advantage_std, s.advantage_clip, clean.device)
-        sources = [rng.generator(key, "diffusion_nft") for key in samples.keys]
-        levels = [torch.randperm(s.levels, generator=g)[: s.noisings] for g in sources]
-        sigma = self.sigmas[torch.stack(levels)].flatten().to(clean.device)
-        noise = torch.stack([rng.normal(sources, clean.shape[1:], clean.device) for _ in range(s.noisings)], 1)
-        sample = torch.arange(clean.shape[0], device=clean.device).repeat_interleave(s.noisings)
-        endpoint = clean[sample]
-        items = {
-            "x": path.interpolate(endpoint, noise.flatten(0, 1), sigma),
-            "sigma": sigma,
-            "clean": endpoint,
-            "advantage": credit.advantage[sample],
-        }
-        return Batch(items, sample, samples.cond, credit.weight[sample])
+        s = self.settings
+        return noising.endpoints(
+            s.name, samples, scores, self._levels, std=s.advantage_std, clip=s.advantage_clip, ties=False
+        )
+
+    def _levels(self, generator: torch.Generator) -> Tensor:
+        return self.sigmas[torch.randperm(self.settings.levels, generator=generator)[: self.settings.noisings]]
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         s, items = self.settings, batch.items
-        cond = batch.cond.select(batch.sample)
-        velocity = policy.current(items["x"], items["sigma"], cond)
-        preference = (items["advantage"] / (2 * s.advantage_clip) + 0.5).clamp(0, 1)
-        old = velocity.detach()
+        shown = items["x"], items["sigma"], batch.cond.select(batch.sample)
+        velocity = policy.current(*shown)
+        old = policy.behaviour(*shown) if s.lags else velocity.detach()
+        preference = (_counted(items["advantage"], s.advantage_mode) / (2 * s.advantage_clip) + 0.5).clamp(0, 1)
         good = _error(items, s.nft_beta * velocity + (1 - s.nft_beta) * old)
         bad = _error(items, (1 + s.nft_beta) * old - s.nft_beta * velocity)
-        policy_loss = s.advantage_clip * (preference * good + (1 - preference) * bad) / s.nft_beta
-        terms, metrics = {"policy": policy_loss}, {"clean_error": good.detach()}
+        terms = {"policy": s.advantage_clip * (preference * good + (1 - preference) * bad) / s.nft_beta}
+        metrics = {"clean_error": good.detach()}
+        if s.lags:
+            metrics["old_deviation"] = losses.mean_square(velocity.detach() - old)
         if s.kl_weight:
-            with torch.no_grad():
-                reference = policy.reference(items["x"], items["sigma"], cond)
-            divergence = losses.mean_square(velocity - reference)
+            divergence = losses.mean_square(velocity - policy.reference(*shown))
             terms["kl"] = s.kl_weight * divergence
             metrics["kl"] = divergence.detach()
         return Terms(terms, metrics)
+
+
+def _counted(advantage: Tensor, mode: str) -> Tensor:
+    if mode == "positive_only":
+        return advantage.clamp(min=0)
+    if mode == "negative_only":
+        return advantage.clamp(max=0)
+    if mode == "one_only":
+        return (advantage > 0).float()
+    return advantage.sign() if mode == "binary" else advantage
 
 
 def _error(items: Mapping[str, Tensor], velocity: Tensor) -> Tensor:
@@ -137,6 +172,7 @@ def _error(items: Mapping[str, Tensor], velocity: Tensor) -> Tensor:
 
     The weight is taken in float64 and without gradient: it equalises noise levels, it is not learnt from.
     """
-    difference = path.clean_from_velocity(items["x"], velocity, items["sigma"]) - items["clean"]
+    # x - sigma v less the clean sample, without the rounding of their difference.
+    difference = path.expand(items["sigma"], velocity) * (items["target"] - velocity)
     weight = difference.detach().double().abs().flatten(1).mean(1).clamp(min=SMALLEST_WEIGHT)
     return losses.mean_square(difference) / weight.float()

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from flowalign.core import losses, path, rng, schedule
+from flowalign.core import losses, noising, schedule
 from flowalign.types import (
     Batch,
     Examples,
@@ -25,12 +25,16 @@ from flowalign.types import (
 
 @settings
 class SFTSettings:
-    """``batch_size`` images per iteration over all ranks; sigma = sigmoid(sigma_mean + sigma_std z)."""
+    """``batch_size`` images per iteration over all ranks; sigma = sigmoid(sigma_mean + sigma_std z), then shifted.
+
+    ``shift``: of the noise levels; 1 = none, and a model that samples with a shift was trained with it.
+    """
 
     name: Literal["sft"]
     batch_size: PositiveInt = 32
     sigma_mean: float = 0.0
     sigma_std: PositiveFloat = 1.0
+    shift: PositiveFloat = 1.0
     updates: PositiveInt = 1
 
 
@@ -50,18 +54,13 @@ class SFT:
     def prepare(self, policy: Policy, samples: Rollout | Examples, scores: Scores | None) -> Batch:
         if not isinstance(samples, Examples):
             raise TypeError("sft learns from Examples, got a Rollout")
-        clean = samples.clean
-        sources = [rng.generator(key, "sft") for key in samples.keys]
-        sigma = torch.cat(
-            [schedule.logit_normal(g, 1, self.settings.sigma_mean, self.settings.sigma_std) for g in sources]
-        )
-        sigma = sigma.to(clean.device)
-        noise = rng.normal(sources, clean.shape[1:], clean.device)
-        items = {"x": path.interpolate(clean, noise, sigma), "sigma": sigma, "target": path.velocity(clean, noise)}
-        count = clean.shape[0]
-        return Batch(
-            items, torch.arange(count, device=clean.device), samples.cond, torch.ones(count, device=clean.device)
-        )
+        s = self.settings
+
+        def levels(generator: torch.Generator) -> torch.Tensor:
+            return schedule.shift_sigma(schedule.logit_normal(generator, 1, s.sigma_mean, s.sigma_std), s.shift)
+
+        noised = noising.noised(samples.clean, samples.keys, "sft", levels)
+        return Batch(noised.items, noised.sample, samples.cond, torch.ones_like(noised.items["sigma"]))
 
     def losses(self, policy: Policy, batch: Batch) -> Terms:
         cond = batch.cond.select(batch.sample)

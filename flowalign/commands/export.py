@@ -20,15 +20,15 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(folder / checkpoint.RECIPE, [])
     if args.format == "diffusers" and recipe.tuning.kind != "lora":
         raise FlowAlignError(f"export {folder}: tuning is {recipe.tuning.kind!r} and has no LoRA; use --format merged")
-    if args.weights == "ema" and state.ema is None:
-        raise FlowAlignError(
-            f"export {folder}: holds no averaged weights; use --weights current, or train with ema_decay"
-        )
+    weights = {"current": state.trainable, **state.sets}
+    if args.weights not in weights:
+        raise FlowAlignError(f"export {folder}: holds no {args.weights!r} weights; it has {', '.join(weights)}")
     model = build.build_model(recipe, "cpu")
-    WeightSets(model.transformer).load(None, state.ema if args.weights == "ema" and state.ema else state.trainable)
+    WeightSets(model.transformer).load(None, weights[args.weights])
     if args.format == "diffusers":
-        print(f'{export_lora(model, args.out)}\nload it with: pipe.load_lora_weights("{args.out}")')
+        written, call = export_lora(model, args.out), "pipe.load_lora_weights"
     else:
-        export_merged(model, args.out)
-        print(f'{args.out}\nload it with: {type(model.pipeline()).__name__}.from_pretrained("{args.out}")')
+        written, call = export_merged(model, args.out), f"{type(model.pipeline()).__name__}.from_pretrained"
+    print(f"{written}: the {args.weights} weights after {state.iteration} iterations")
+    print(f'load it with: {call}("{args.out}")')
     return 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from flowalign.algorithms.base import Algorithm
 from flowalign.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
+from flowalign.algorithms.flow_dpo import FlowDPO, FlowDPOSettings, OfflineFlowDPOSettings
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
 from flowalign.algorithms.sft import SFT, SFTSettings
+from flowalign.algorithms.soar import SOAR, SOARSettings
 from flowalign.config.load import dump_recipe
-from flowalign.config.schema import AlgorithmSettings, DatasetSettings, Recipe, RewardSettings
-from flowalign.data.pairs import METADATA, PairData, load_pairs
+from flowalign.config.schema import LEARNS_FROM_DATA, AlgorithmSettings, Recipe, RewardSettings
+from flowalign.data.pairs import METADATA, PairData, load_pairs, load_preferences
 from flowalign.data.prompts import PromptData, load_prompts
 from flowalign.data.worlds import shapes_render, signs_render
 from flowalign.models import load_model, lora
@@ -29,6 +32,8 @@ from flowalign.types import FlowAlignError
 
 WORLDS = {"shapes": shapes_render.write_folder, "signs": signs_render.write_folder}
 """Datasets that are rendered when they are asked for."""
+PREFERENCE_WORLDS = {"shapes": shapes_render.write_preferences}
+"""Those of preferences."""
 REMOTE_BATCH_SIZE = 128
 """Samples on their way to servers at a time: as many requests as the client sends side by side, filled."""
 WORLD_COUNT = 512
@@ -69,10 +74,14 @@ def build_algorithm(settings: AlgorithmSettings, model: Model) -> Algorithm:
     """The method with its settings."""
     if isinstance(settings, SFTSettings):
         return SFT(settings)
+    if isinstance(settings, SOARSettings):
+        return SOAR(settings, shift=model.shift)
     if isinstance(settings, FlowGRPOSettings):
         return FlowGRPO(settings, shift=model.shift)
     if isinstance(settings, DiffusionNFTSettings):
         return DiffusionNFT(settings, shift=model.shift)
+    if isinstance(settings, FlowDPOSettings | OfflineFlowDPOSettings):
+        return FlowDPO(settings, shift=model.shift)
     raise TypeError(f"no algorithm is known for {type(settings).__name__}; add it here")
 
 
@@ -118,32 +127,37 @@ def build_prompts(recipe: Recipe) -> PromptData:
 
 
 def build_pairs(recipe: Recipe, workers: Workers) -> PairData:
-    """Captioned images to learn from; the main process renders those of a world into the output folder.
+    """Captioned images or preferences to learn from; the main process renders those of a world into the output folder.
 
     Raises:
-        FlowAlignError: no such folder, or one that is not as `load_pairs` says.
+        FlowAlignError: no such folder, or one that is not as `load_pairs` or `load_preferences` says.
     """
     settings, algorithm = recipe.dataset, recipe.algorithm
-    if settings is None or not isinstance(algorithm, SFTSettings):
+    if settings is None or not isinstance(algorithm, LEARNS_FROM_DATA):
         raise FlowAlignError("dataset: missing section; name a folder with a metadata.jsonl, or a world")
+    preferences = isinstance(algorithm, OfflineFlowDPOSettings)
     folder, count = Path(settings.path), settings.count
-    if settings.path in WORLDS:
-        folder, count = _rendered(settings, Path(recipe.training.output), workers), None
-    pairs = load_pairs(folder, height=recipe.model.height, width=recipe.model.width, count=count, seed=settings.seed)
-    return PairData(pairs, algorithm.batch_size)
+    writers = PREFERENCE_WORLDS if preferences else WORLDS
+    if settings.path in writers:
+        number = count or WORLD_COUNT
+        kind = f"{settings.path}-preferences" if preferences else settings.path
+        folder, count = Path(recipe.training.output) / "dataset" / f"{kind}-{number}-{settings.seed}", None
+        _render(writers[settings.path], folder, number, settings.seed, workers)
+    size = {"height": recipe.model.height, "width": recipe.model.width}
+    if preferences:
+        better, worse = load_preferences(folder, **size, count=count, seed=settings.seed)
+        return PairData(better, algorithm.batch_size, worse)
+    return PairData(load_pairs(folder, **size, count=count, seed=settings.seed), algorithm.batch_size)
 
 
-def _rendered(settings: DatasetSettings, output: Path, workers: Workers) -> Path:
-    """A folder of renders that depends on its name only, so that a resumed run finds it."""
-    count = settings.count or WORLD_COUNT
-    folder = output / "dataset" / f"{settings.path}-{count}-{settings.seed}"
+def _render(write: Callable[[Path, int, int], None], folder: Path, count: int, seed: int, workers: Workers) -> None:
+    """Renders into ``folder``, whose name depends on what it holds only, so that a resumed run finds it."""
     if workers.is_main and not (folder / METADATA).is_file():
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        WORLDS[settings.path](partial, count, settings.seed)
+        write(partial, count, seed)
         partial.rename(folder)
     workers.barrier()
-    return folder
 
 
 def train(

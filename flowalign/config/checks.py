@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from flowalign.algorithms.flow_dpo import FlowDPOSettings, OfflineFlowDPOSettings
 from flowalign.config import explain
 from flowalign.config.document import KeyPath, Problem
 from flowalign.config.schema import LEARNS_FROM_DATA, PromptSettings, Recipe
@@ -89,7 +90,8 @@ def cross_check(recipe: Recipe) -> list[Problem]:
 def _learns_from_data(recipe: Recipe) -> list[Problem]:
     algorithm, problems = recipe.algorithm, []
     if recipe.dataset is None:
-        problems.append(Problem(("dataset",), f"missing section, {algorithm.name} learns from captioned images"))
+        what = "preferences" if isinstance(algorithm, OfflineFlowDPOSettings) else "captioned images"
+        problems.append(Problem(("dataset",), f"missing section, {algorithm.name} learns from {what}"))
     if recipe.prompts is not None:
         problems.append(Problem(("prompts",), f"{algorithm.name} learns from a dataset and never samples; remove it"))
     if recipe.rewards:
@@ -118,6 +120,10 @@ def _samples_from_prompts(recipe: Recipe) -> list[Problem]:
     if samples % algorithm.updates:
         factors = f"{recipe.prompts.per_iteration} prompts x group_size {recipe.prompts.group_size} = {samples} samples"
         reason = f"{factors} do not split evenly over algorithm.updates {algorithm.updates}; change one of the three"
+        problems.append(Problem(("prompts", "per_iteration"), reason))
+    elif isinstance(algorithm, FlowDPOSettings) and recipe.prompts.per_iteration % algorithm.updates:
+        groups = f"{recipe.prompts.per_iteration} whole groups do not split evenly over"
+        reason = f"{groups} algorithm.updates {algorithm.updates}; change one of the two"
         problems.append(Problem(("prompts", "per_iteration"), reason))
     return [*problems, *_source(recipe.prompts)]
 

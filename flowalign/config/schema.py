@@ -10,8 +10,10 @@ from annotated_types import Ge, Gt, MinLen, MultipleOf
 from pydantic import Discriminator
 
 from flowalign.algorithms.diffusion_nft import DiffusionNFTSettings
+from flowalign.algorithms.flow_dpo import FlowDPOSettings, OfflineFlowDPOSettings
 from flowalign.algorithms.flow_grpo import FlowGRPOSettings
 from flowalign.algorithms.sft import SFTSettings
+from flowalign.algorithms.soar import SOARSettings
 from flowalign.rewards.judge import FramePolicy
 from flowalign.training.settings import Name, OptimizerSettings, TrainingSettings
 from flowalign.types import FlowAlignError, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, settings
@@ -19,8 +21,16 @@ from flowalign.types import FlowAlignError, NonNegativeFloat, NonNegativeInt, Po
 Pixels: TypeAlias = Annotated[int, Gt(0), MultipleOf(8)]
 """No autoencoder and patch size in use divides a picture more finely."""
 
-AlgorithmSettings: TypeAlias = Annotated[SFTSettings | FlowGRPOSettings | DiffusionNFTSettings, Discriminator("name")]
-LEARNS_FROM_DATA = (SFTSettings,)
+AlgorithmSettings: TypeAlias = Annotated[
+    SFTSettings
+    | FlowGRPOSettings
+    | DiffusionNFTSettings
+    | SOARSettings
+    | FlowDPOSettings
+    | OfflineFlowDPOSettings,
+    Discriminator("name"),
+]
+LEARNS_FROM_DATA = (SFTSettings, SOARSettings, OfflineFlowDPOSettings)
 """These need a dataset; all others sample from prompts and need rewards."""
 
 
@@ -78,7 +88,10 @@ class PromptSettings:
 
 @settings
 class DatasetSettings:
-    """Captioned images: a folder with metadata.jsonl (file_name, text), or "shapes" or "signs" for fresh renders."""
+    """Captioned images: a folder with metadata.jsonl (file_name, text), or "shapes" or "signs" for fresh renders.
+
+    For methods that learn from preferences: a folder with metadata.jsonl (prompt, better, worse), or "shapes".
+    """
 
     path: Name
     count: PositiveInt | None = None

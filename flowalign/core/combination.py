@@ -81,16 +81,19 @@ class Credit(NamedTuple):
     Args:
         advantage: (B,) float32 in [-clip, clip].
         weight: (B,) float32, 0 where nothing can be learnt: no score, or a group of equal scores.
+        scored: (B,) float32, 0 where there is no score.
     """
 
     advantage: Tensor
     weight: Tensor
+    scored: Tensor
 
 
 def credit(scores: Scores, std: advantages.AdvantageStd, clip: float, device: torch.device | str) -> Credit:
     """Advantages over all ranks, of which this rank gets its own on ``device``; see `advantages.group`."""
     rewards = total(scores)
     advantage = advantages.group(rewards, scores.group, std).clamp(-clip, clip)
-    signal = torch.isfinite(rewards) & ~advantages.zero_variance(rewards, scores.group)
+    scored = torch.isfinite(rewards)
+    signal = scored & ~advantages.zero_variance(rewards, scores.group)
     own = scores.local.to(rewards.device)
-    return Credit(advantage[own].to(device), signal[own].float().to(device))
+    return Credit(*(value[own].float().to(device) for value in (advantage, signal, scored)))

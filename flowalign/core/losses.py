@@ -64,6 +64,17 @@ def flow_matching(velocity: Tensor, target: Tensor) -> Tensor:
     return mean_square(velocity - target)
 
 
+def preference(margin: Tensor, beta: float | Tensor) -> Tensor:
+    """``-log sigmoid(beta / 2 margin)``, the logistic loss of Diffusion-DPO (2311.12908), (n,) float32.
+
+    Args:
+        margin: (n,) by how much more than the reference the current policy favours the better sample: the fall of its
+            error minus that of the worse sample's, both means over latent elements.
+        beta: a number or (n,); to be divided by the number of elements where a source sums errors over them.
+    """
+    return -torch.nn.functional.logsigmoid(beta / 2 * margin.float())
+
+
 def mean_square(difference: Tensor) -> Tensor:
     """(n, ...) to (n,), in float32."""
     return difference.float().square().flatten(1).mean(1)

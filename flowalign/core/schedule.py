@@ -86,3 +86,25 @@ def random_window(num_steps: int, size: int, low: int, high: int, generator: tor
 def logit_normal(generator: torch.Generator, n: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
     """n levels ``sigmoid(mean + std z)`` in (0, 1), the training density of SD3 (2403.03206, section 3.1)."""
     return torch.sigmoid(mean + std * torch.randn(n, generator=generator))
+
+
+def power_law(generator: torch.Generator, n: int, power: float) -> Tensor:
+    """n levels in (0, 1] of density proportional to ``sigma^power``, power > -1: ``U^(1 / (1 + power))``."""
+    return (1 - torch.rand(n, generator=generator)).pow(1 / (1 + power))
+
+
+def stratified_steps(generator: torch.Generator, n: int, low: int, high: int) -> Tensor:
+    """n different steps of [low, high), ascending: one, uniform, from each of n parts as equal as whole numbers allow.
+
+    Raises:
+        ValueError: more than there are.
+    """
+    if not 1 <= n <= high - low:
+        raise ValueError(f"stratified_steps: {n} different steps of [{low}, {high}); expected 1 to {high - low}")
+    edges = low + torch.arange(n + 1) * (high - low) // n
+    return edges[:-1] + (torch.rand(n, generator=generator) * edges.diff()).long()
+
+
+def lag(step: int, rate: float, cap: float, flat: int = 0) -> float:
+    """Decay of weights that follow those in training: 0 until ``flat``, then ``rate`` more each step, up to ``cap``."""
+    return min(max(step - flat, 0) * rate, cap)

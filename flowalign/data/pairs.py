@@ -1,12 +1,13 @@
-"""Captioned images to learn from: the common folder of pictures with a metadata.jsonl."""
+"""Captioned images and preferences to learn from: the common folder of pictures with a metadata.jsonl."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,10 +50,14 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairData:
-    """Pairs to learn from, ``batch_size`` an iteration over all ranks."""
+    """Pairs to learn from, ``batch_size`` an iteration over all ranks.
+
+    ``worse``: of preferences, the images that people liked less than those of ``pairs``, for the same captions.
+    """
 
     pairs: Pairs
     batch_size: int
+    worse: Pairs | None = None
 
 
 def load_pairs(path: str | Path, *, height: int, width: int, count: int | None = None, seed: int = 0) -> Pairs:
@@ -66,45 +71,99 @@ def load_pairs(path: str | Path, *, height: int, width: int, count: int | None =
     Raises:
         FlowAlignError: no such folder, no or bad metadata, a missing image, or fewer pairs than ``count``.
     """
-    folder = Path(path)
+    rows = _rows(Path(path), '{"file_name": "0001.png", "text": "a caption"}', _record, count, seed)
+    return _pairs(rows, 0, height, width)
+
+
+def load_preferences(
+    path: str | Path, *, height: int, width: int, count: int | None = None, seed: int = 0
+) -> tuple[Pairs, Pairs]:
+    """Reads the list of a folder's preferences: the better images and, in the same order, the worse ones.
+
+    Args:
+        path: folder with metadata.jsonl; each line holds "prompt" (or "text"), "better" and "worse", the files relative
+            to the folder.
+        others: as in `load_pairs`.
+
+    Raises:
+        FlowAlignError: as `load_pairs`, or a line that prefers an image to itself.
+    """
+    example = '{"prompt": "a caption", "better": "0001.png", "worse": "0002.png"}'
+    rows = _rows(Path(path), example, _preference, count, seed)
+    return _pairs(rows, 0, height, width), _pairs(rows, 1, height, width)
+
+
+class _Row(NamedTuple):
+    """A line of the metadata: a caption and the images that it comes with."""
+
+    text: str
+    files: tuple[Path, ...]
+
+
+def _pairs(rows: Sequence[_Row], which: int, height: int, width: int) -> Pairs:
+    return Pairs(tuple(row.files[which] for row in rows), tuple(row.text for row in rows), height, width)
+
+
+def _rows(
+    folder: Path, example: str, read: Callable[[object, str], tuple[str, tuple[str, ...]]], count: int | None, seed: int
+) -> list[_Row]:
     listing = folder / METADATA
     if not listing.is_file():
         raise FlowAlignError(
-            f"dataset {str(path)!r}: no {METADATA} in it; expected a folder of images with a {METADATA} whose lines "
-            "read "
-            '{"file_name": "0001.png", "text": "a caption"}'
+            f"dataset {str(folder)!r}: no {METADATA} in it; expected a folder of images with a {METADATA} whose lines "
+            f"read {example}"
         )
-    files, texts = [], []
+    rows = []
     for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
-            name, text = _record(line, f"{listing}:{number}")
-            if not (folder / name).is_file():
-                raise FlowAlignError(
-                    f"{listing}:{number}: image {name!r} is not in {folder}; add it or delete the line"
-                )
-            files.append(folder / name)
-            texts.append(text)
-    if not files:
+            text, names = read(_parsed(line, f"{listing}:{number}"), f"{listing}:{number}")
+            for name in names:
+                if not (folder / name).is_file():
+                    raise FlowAlignError(
+                        f"{listing}:{number}: image {name!r} is not in {folder}; add it or delete the line"
+                    )
+            rows.append(_Row(text, tuple(folder / name for name in names)))
+    if not rows:
         raise FlowAlignError(f"{listing}: holds no pair; write one object a line")
-    if count is not None and count > len(files):
-        raise FlowAlignError(f"dataset {str(path)!r}: holds {len(files)} pairs, fewer than count {count}; lower count")
+    if count is not None and count > len(rows):
+        raise FlowAlignError(f"dataset {str(folder)!r}: holds {len(rows)} pairs, fewer than count {count}; lower count")
     if count is not None:
-        kept = sorted(torch.randperm(len(files), generator=rng.generator(seed, "pairs"))[:count].tolist())
-        files, texts = [files[i] for i in kept], [texts[i] for i in kept]
-    return Pairs(tuple(files), tuple(texts), height, width)
+        kept = sorted(torch.randperm(len(rows), generator=rng.generator(seed, "pairs"))[:count].tolist())
+        rows = [rows[i] for i in kept]
+    return rows
 
 
-def _record(line: str, where: str) -> tuple[str, str]:
+def _parsed(line: str, where: str) -> object:
     try:
-        record = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise FlowAlignError(
             f"{where}: not JSON ({error.msg}, column {error.colno}); write one object a line"
         ) from None
-    values = (record.get("file_name"), record.get("text")) if isinstance(record, dict) else (None, None)
-    if not all(isinstance(value, str) and value.strip() for value in values):
+
+
+def _texts(record: object, keys: Sequence[str]) -> list[str] | None:
+    """The values of ``keys``, or None where one of them is not a text."""
+    values = [record.get(key) for key in keys] if isinstance(record, dict) else [None]
+    texts = [value for value in values if isinstance(value, str) and value.strip()]
+    return texts if len(texts) == len(keys) else None
+
+
+def _record(record: object, where: str) -> tuple[str, tuple[str, ...]]:
+    texts = _texts(record, ["text", "file_name"])
+    if texts is None:
         raise FlowAlignError(f'{where}: expected an object with the texts "file_name" and "text"')
-    return str(values[0]), str(values[1])
+    return texts[0], (texts[1],)
+
+
+def _preference(record: object, where: str) -> tuple[str, tuple[str, ...]]:
+    caption = "prompt" if isinstance(record, dict) and "prompt" in record else "text"
+    texts = _texts(record, [caption, "better", "worse"])
+    if texts is None:
+        raise FlowAlignError(f'{where}: expected an object with the texts "prompt", "better" and "worse"')
+    if texts[1] == texts[2]:
+        raise FlowAlignError(f"{where}: {texts[1]!r} is both better and worse; name two images, or delete the line")
+    return texts[0], (texts[1], texts[2])
 
 
 def read_image(path: str | Path, height: int | None = None, width: int | None = None) -> Tensor:

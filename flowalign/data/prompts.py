@@ -157,7 +157,8 @@ class KRepeatSampler:
     The m prompts of an iteration are the next m of a keyed permutation of all prompts: an epoch shows each prompt at
     most once, and what an epoch leaves over after its last whole iteration differs from epoch to epoch. The n = m K
     samples are shuffled by a key; position j belongs to rank j mod W, so update u of U learns from positions
-    [u n/U, (u+1) n/U), the same samples whatever W.
+    [u n/U, (u+1) n/U), the same samples whatever W. With ``whole_groups`` it is prompts that are dealt out: prompt i
+    of the m belongs to rank i mod W with all of its samples, and update u learns from prompts [u m/U, (u+1) m/U).
 
     Args:
         num_prompts: prompts in all.
@@ -166,13 +167,22 @@ class KRepeatSampler:
         world_size: W.
         seed: of both permutations.
         updates: U.
+        whole_groups: all samples of a prompt belong to one rank.
 
     Raises:
-        FlowAlignError: more prompts an iteration than there are, or n not divisible by U W.
+        FlowAlignError: more prompts an iteration than there are, or n (with ``whole_groups``: m) not divisible by U W.
     """
 
     def __init__(
-        self, num_prompts: int, per_iteration: int, group_size: int, world_size: int, seed: int, *, updates: int = 1
+        self,
+        num_prompts: int,
+        per_iteration: int,
+        group_size: int,
+        world_size: int,
+        seed: int,
+        *,
+        updates: int = 1,
+        whole_groups: bool = False,
     ) -> None:
         if min(num_prompts, per_iteration, group_size, world_size, updates) < 1:
             raise ValueError("KRepeatSampler: all of its sizes must be at least 1")
@@ -182,6 +192,12 @@ class KRepeatSampler:
                 f"{num_prompts} or fewer, or give more prompts"
             )
         parts, samples = updates * world_size, per_iteration * group_size
+        if whole_groups and per_iteration % parts:
+            several = _nearest(per_iteration, lambda m: m % parts == 0, num_prompts)
+            raise FlowAlignError(
+                f"prompts: per_iteration {per_iteration} groups do not split evenly over {updates} updates x "
+                f"{world_size} processes; the nearest that do: {several or f'{parts}, with as many prompts'}"
+            )
         if samples % parts:
             several = _nearest(per_iteration, lambda m: m * group_size % parts == 0, num_prompts)
             sizes = _nearest(group_size, lambda k: k >= 2 and per_iteration * k % parts == 0, None)
@@ -191,7 +207,7 @@ class KRepeatSampler:
                 f"evenly over {updates} updates x {world_size} processes; the nearest that do: {', or '.join(ways)}"
             )
         self.num_prompts, self.per_iteration, self.group_size = num_prompts, per_iteration, group_size
-        self.world_size, self.seed = world_size, seed
+        self.world_size, self.seed, self.whole_groups = world_size, seed, whole_groups
 
     def samples(self, iteration: int, rank: int) -> list[SampleId]:
         """What ``rank`` samples in ``iteration``, in the order of positions."""
@@ -199,6 +215,9 @@ class KRepeatSampler:
         epoch, turn = divmod(iteration, self.num_prompts // m)
         order = torch.randperm(self.num_prompts, generator=rng.generator(self.seed, "epoch", epoch))
         prompts = order[turn * m : (turn + 1) * m].tolist()
+        if self.whole_groups:
+            own = [(prompt, repeat) for prompt in prompts[rank :: self.world_size] for repeat in range(k)]
+            return [SampleId(*pair, block * self.world_size + rank) for block, pair in enumerate(own)]
         shuffled = torch.randperm(m * k, generator=rng.generator(self.seed, "shuffle", iteration)).tolist()
         return [SampleId(prompts[shuffled[j] // k], shuffled[j] % k, j) for j in range(rank, m * k, self.world_size)]
 

@@ -1,6 +1,7 @@
 """Everything that a run needs to go on, in one folder that is either whole or not there.
 
-    checkpoints/000010/trainable.safetensors  ema.safetensors  optimizer.safetensors  state.json  recipe.yaml
+    checkpoints/000010/trainable.safetensors  optimizer.safetensors  state.json  recipe.yaml
+                       ema.safetensors  behaviour.safetensors  ... one file for each weight set that the run keeps
 
 A folder is written under a temporary name, flushed to the disk and then renamed. There are no random states to store:
 all randomness is keyed by the iteration.
@@ -12,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,11 @@ from flowalign.training.distributed import Workers
 from flowalign.training.learn import Learner
 from flowalign.types import FlowAlignError
 
-FORMAT = "flowalign-checkpoint-1"
-TRAINABLE, EMA, OPTIMIZER, STATE, RECIPE = (
-    "trainable.safetensors",
-    "ema.safetensors",
-    "optimizer.safetensors",
-    "state.json",
-    "recipe.yaml",
-)
+FORMAT = "flowalign-checkpoint-2"
+READABLE = (FORMAT, "flowalign-checkpoint-1")
+"""The first had no weight set but "ema"; a program of its time would overlook the others, hence the new number."""
+SUFFIX = ".safetensors"
+TRAINABLE, OPTIMIZER, STATE, RECIPE = f"trainable{SUFFIX}", f"optimizer{SUFFIX}", "state.json", "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,16 @@ class Checkpoint:
     """State after ``iteration`` iterations and ``steps`` optimiser steps.
 
     Args:
-        trainable, ema: {parameter name: tensor}; ema None = the run has none.
+        trainable: {parameter name: tensor} of the weights in training.
         optimizer: {"parameter name|state name": tensor}.
+        sets: {"ema", "behaviour", ...: {parameter name: tensor}}, all other weights that change in training.
     """
 
     iteration: int
     steps: int
     trainable: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
-    ema: Mapping[str, Tensor] | None = None
+    sets: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 def folder_of(output: Path, iteration: int) -> Path:
@@ -69,8 +68,7 @@ def save(output: str | Path, checkpoint: Checkpoint, recipe: str = "") -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     tensors = {TRAINABLE: checkpoint.trainable, OPTIMIZER: checkpoint.optimizer}
-    if checkpoint.ema is not None:
-        tensors[EMA] = checkpoint.ema
+    tensors |= {name + SUFFIX: tensors for name, tensors in checkpoint.sets.items()}
     for name, values in tensors.items():
         save_file({k: v.detach().cpu().contiguous() for k, v in values.items()}, str(temporary / name))
     (temporary / RECIPE).write_text(recipe, encoding="utf-8")
@@ -118,12 +116,13 @@ def load(folder: str | Path) -> Checkpoint:
                 f"checkpoint {folder}: {name} {found}, expected {size} bytes; the copy is torn: use an earlier "
                 "checkpoint"
             )
+    sets = [name for name in state["bytes"] if name.endswith(SUFFIX) and name not in (TRAINABLE, OPTIMIZER)]
     return Checkpoint(
         iteration=state["iteration"],
         steps=state["steps"],
         trainable=_tensors(folder, TRAINABLE),
         optimizer=_tensors(folder, OPTIMIZER),
-        ema=_tensors(folder, EMA) if EMA in state["bytes"] else None,
+        sets={name.removesuffix(SUFFIX): _tensors(folder, name) for name in sets},
     )
 
 
@@ -133,7 +132,7 @@ def _state(folder: Path) -> dict[str, Any]:
         raise FlowAlignError(f"checkpoint {folder}: {what}; expected a folder like RUN/checkpoints/000010")
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        known = state["format"] == FORMAT and isinstance(state["bytes"], dict)
+        known = state["format"] in READABLE and isinstance(state["bytes"], dict)
         whole = all(isinstance(state[key], int) for key in ("iteration", "steps"))
     except (ValueError, KeyError, TypeError):
         known = whole = False
@@ -209,7 +208,7 @@ def record(output: Path, iteration: int, learner: Learner, weights: WeightSets, 
             steps=learner.steps,
             trainable=learner.parameters,
             optimizer=optimizer_tensors(learner.optimizer, list(learner.parameters)),
-            ema=weights.state_dict("ema") if learner.ema_decay is not None else None,
+            sets={name: weights.state_dict(name) for name in learner.sets},
         )
         save(output, state, recipe)
     workers.barrier()
@@ -227,15 +226,16 @@ def resume(folder: Path, learner: Learner, weights: WeightSets, iterations: int)
         raise FlowAlignError(
             f"{where}: {state.iteration} iterations are done and training.iterations is {iterations}; raise it to go on"
         )
-    if (state.ema is None) != (learner.ema_decay is None):
-        has = "no averaged weights" if state.ema is None else "averaged weights"
+    if set(state.sets) != set(learner.sets):
+        has, needs = (", ".join(sorted(names)) or "none" for names in (state.sets, learner.sets))
         raise FlowAlignError(
-            f"{where}: has {has}, against training.ema_decay {learner.ema_decay}; resume with its recipe"
+            f"{where}: besides the weights in training it has {has}, but this run keeps {needs} (training.ema_decay "
+            f"{learner.ema_decay}); resume with its recipe"
         )
     try:
         weights.load(None, state.trainable)
-        if state.ema is not None:
-            weights.load("ema", state.ema)
+        for name, tensors in state.sets.items():
+            weights.load(name, tensors)
     except FlowAlignError as error:
         raise FlowAlignError(f"{where}: {error}") from None
     restore_optimizer(learner.optimizer, list(learner.parameters), state.optimizer, where)

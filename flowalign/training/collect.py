@@ -65,17 +65,29 @@ class LatentCache:
 
 
 def read_examples(
-    data: PairData, latents: LatentCache, cache: PromptCache, workers: Workers, *, iteration: int, seed: int
+    data: PairData,
+    latents: LatentCache,
+    cache: PromptCache,
+    workers: Workers,
+    *,
+    iteration: int,
+    seed: int,
+    worse: LatentCache | None = None,
 ) -> Examples:
-    """This rank's pairs of an iteration: position j of all belongs to rank j mod W, as in sampling."""
+    """This rank's pairs of an iteration: position j of all belongs to rank j mod W, as in sampling.
+
+    ``worse``: latents of ``data.worse``, where there are any.
+    """
     chosen = list(enumerate(keyed_batch(len(data.pairs), data.batch_size, iteration, seed)))
     own = chosen[workers.rank :: workers.world_size]
-    texts = tuple(data.pairs.texts[i] for _, i in own)
+    indices = [i for _, i in own]
+    texts = tuple(data.pairs.texts[i] for i in indices)
     return Examples(
         prompts=texts,
         keys=tuple(rng.key(seed, iteration, "pair", position) for position, _ in own),
         cond=cache(texts, workers.device),
-        clean=latents([i for _, i in own], workers.device),
+        clean=latents(indices, workers.device),
+        worse=None if worse is None else worse(indices, workers.device),
     )
 
 
@@ -145,7 +157,7 @@ def _chunk(
     window = plan.window
     windows = window and [window(rng.generator(seed, iteration, "window", s.prompt)) for s in samples]
     trajectory = sampling.integrate(
-        guidance.classifier_free(policy.current, plan.guidance),
+        guidance.classifier_free(policy.behaviour, plan.guidance),
         rng.normal(shared if plan.share_noise else own, shape, device),
         cond,
         plan.sigmas,

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from flowalign.algorithms.base import Algorithm
+from flowalign.algorithms.base import Algorithm, KeepsWeights
 from flowalign.models.base import Model
 from flowalign.training.distributed import Workers
 from flowalign.training.settings import OptimizerSettings, TrainingSettings
@@ -20,6 +20,8 @@ from flowalign.types import (
     FlowAlignError,
     Policy,
     Terms,
+    VelocityFn,
+    WeightSet,
 )
 
 
@@ -27,15 +29,15 @@ def make_policy(
     model: Model,
     module: nn.Module,
     workers: Workers,
-    reference: Callable[[], AbstractContextManager[object]],
+    sets: Mapping[WeightSet, Callable[[], AbstractContextManager[object]]],
     autocast: torch.dtype | None = None,
 ) -> Policy:
     """The policy that an algorithm sees.
 
     Args:
         module: the transformer as `Workers.prepare` returned it; used where gradients are wanted.
-        reference: a context in which the transformer has the weights from before training.
-        autocast: of both policies, in rollouts and in learning alike; None = none.
+        sets: contexts in which the transformer has other weights; "reference" must be among them.
+        autocast: of all policies, in rollouts and in learning alike; None = none.
     """
     bare = workers.unwrap(module)
 
@@ -47,11 +49,32 @@ def make_policy(
     def current(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         return run(module if torch.is_grad_enabled() else bare, x, sigma, cond)
 
-    def before_training(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        with torch.no_grad(), reference():
-            return run(bare, x, sigma, cond)
+    def kept(use: Callable[[], AbstractContextManager[object]]) -> VelocityFn:
+        def velocity(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+            with torch.no_grad(), use():
+                return run(bare, x, sigma, cond)
 
-    return Policy(current, before_training)
+        return velocity
+
+    return Policy(current, **{name: kept(use) for name, use in sets.items()})
+
+
+def kept_sets(algorithm: Algorithm) -> set[WeightSet]:
+    """Names of the weight sets that the algorithm needs besides the weights in training."""
+    return set(algorithm.decays(0)) if isinstance(algorithm, KeepsWeights) else set()
+
+
+def in_chunks(policy: Policy, size: int) -> Policy:
+    """``policy`` whose current velocity is computed for at most ``size`` rows at a time; to be used without gradients.
+
+    What an algorithm asks for in `prepare` is as many rows as the iteration has samples, which memory need not hold.
+    """
+
+    def current(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        parts = [slice(i, i + size) for i in range(0, x.shape[0], size)]
+        return torch.cat([policy.current(x[part], sigma[part], cond.select(part)) for part in parts])
+
+    return replace(policy, current=current)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -108,6 +131,7 @@ class Learner:
         parameters: the trainable ones by name, float32.
         optimizer: AdamW; the learning rate rises to ``lr`` over the first ``warmup`` steps and stays.
         training: items per backward pass, and how the averaged weights "ema" of ``weights`` follow, if at all.
+        weights: holds "ema" and what the algorithm keeps.
 
     Attributes:
         steps: optimiser steps taken.
@@ -168,6 +192,18 @@ class Learner:
         self._refuse_non_finite({"norm": norm}, "gradient", iteration)
         self._step()
         return {**metrics, "grad_norm": norm}
+
+    @property
+    def sets(self) -> list[str]:
+        """Names of the weight sets that change in training."""
+        averaged = [] if self.ema_decay is None else ["ema"]
+        return averaged + sorted(kept_sets(self.algorithm))
+
+    def follow(self, iteration: int) -> None:
+        """Moves the weight sets that the algorithm keeps, after the updates of ``iteration``."""
+        if isinstance(self.algorithm, KeepsWeights):
+            for name, decay in self.algorithm.decays(iteration).items():
+                self.weights.ema(name, decay)
 
     def _accumulate(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self.workers.no_sync(self.module)

@@ -42,7 +42,11 @@ class Cell:
 
 
 def grid(
-    images: Tensor, captions: Sequence[str], marks: Sequence[bool | None] | None = None, columns: int = 4
+    images: Tensor,
+    captions: Sequence[str],
+    marks: Sequence[bool | None] | None = None,
+    columns: int = 4,
+    title: str = "",
 ) -> Image.Image:
     """Pictures with their captions.
 
@@ -51,7 +55,7 @@ def grid(
     """
     pictures = first_frames(images)
     cells = [Cell([pictures[i]], captions[i], [] if marks is None else [marks[i]]) for i in range(pictures.shape[0])]
-    return compose(cells, columns)
+    return compose(cells, columns, title)
 
 
 def before_after(
@@ -209,7 +213,8 @@ def write(
 ) -> None:
     """Writes previews/ITERATION.png: fixed prompts from fixed noise, with the averaged weights where there are any."""
     texts, sigmas, scale = source.preview(training.preview_prompts)
-    with weights.use("ema") if training.ema_decay is not None else nullcontext():
+    averaged = training.ema_decay is not None
+    with weights.use("ema") if averaged else nullcontext():
         media = evaluate.sample(
             model,
             texts,
@@ -220,4 +225,5 @@ def write(
             batch_size=training.rollout_batch_size,
             device=device,
         )
-    save(grid(media, texts), output / "previews" / f"{iteration:06d}.png")
+    title = f"{iteration}: {'ema' if averaged else 'current'} weights"
+    save(grid(media, texts, title=title), output / "previews" / f"{iteration:06d}.png")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from annotated_types import Ge, Lt, MinLen
+from annotated_types import MinLen
 
 from flowalign.types import (
     Combination,
+    Decay,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,7 +17,6 @@ from flowalign.types import (
     settings,
 )
 
-Decay: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 Name: TypeAlias = Annotated[str, MinLen(1)]
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from flowalign.algorithms.base import Algorithm
+from flowalign.algorithms.base import Algorithm, GuidedOnData
 from flowalign.core import schedule
 from flowalign.data.pairs import PairData
 from flowalign.data.prompts import KRepeatSampler, PromptData, SampleId
@@ -79,6 +79,7 @@ def source_of(
         workers.world_size,
         training.seed,
         updates=algorithm.updates,
+        whole_groups=plan.whole_groups,
     )
     return PromptSource(model, policy, algorithm, data, sampler, rewards, workers, training, size)
 
@@ -166,15 +167,25 @@ class PairSource:
             )
         self.model, self.data, self.workers, self.seed = model, data, workers, seed
         self.images, self.size = data.batch_size, (data.pairs.height, data.pairs.width)
-        self.cache, self.latents = PromptCache(model), LatentCache(model, data.pairs)
+        guided = algorithm if isinstance(algorithm, GuidedOnData) else None
+        self.guidance = guided.guidance if guided else 1.0
+        self.cache = PromptCache(model, guided.negative if guided else None)
+        self.latents = LatentCache(model, data.pairs)
+        self.worse = None if data.worse is None else LatentCache(model, data.worse)
 
     def draw(self, iteration: int, clock: Clock) -> Drawn:
         with clock.phase("read"):
             examples = read_examples(
-                self.data, self.latents, self.cache, self.workers, iteration=iteration, seed=self.seed
+                self.data,
+                self.latents,
+                self.cache,
+                self.workers,
+                iteration=iteration,
+                seed=self.seed,
+                worse=self.worse,
             )
         return Drawn(examples, None, None, {})
 
     def preview(self, count: int) -> tuple[list[str], Tensor, float]:
         texts = list(dict.fromkeys(self.data.pairs.texts))[:count]
-        return texts, schedule.diffusers_shift(PREVIEW_STEPS, self.model.shift), 1.0
+        return texts, schedule.diffusers_shift(PREVIEW_STEPS, self.model.shift), self.guidance

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from flowalign.training.distributed import Workers
 from flowalign.training.learn import Learner
 from flowalign.training.settings import OptimizerSettings, TrainingSettings
 from flowalign.training.source import source_of
+from flowalign.types import WeightSet
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """``history`` has a dict of metrics per iteration; ``weights`` holds "ema" where the run keeps it."""
+    """``history`` has a dict of metrics per iteration; ``weights`` holds "ema" and other sets that the run keeps."""
 
     iteration: int
     seconds: float
@@ -85,7 +87,8 @@ def train(
             before = replay.fingerprint(model.transformer) if done == start + 1 else None
             drawn = source.draw(done - 1, clock)
             with clock.phase("prepare"), torch.no_grad():
-                batch = algorithm.prepare(learner.policy, drawn.samples, drawn.scores)
+                policy = learn.in_chunks(learner.policy, training.rollout_batch_size)
+                batch = algorithm.prepare(policy, drawn.samples, drawn.scores)
             parts = learn.split_updates(batch, algorithm.updates, len(drawn.samples.keys))
             if before is not None:
                 with clock.phase("replay_check"):
@@ -94,6 +97,7 @@ def train(
                     )
             with clock.phase("learn"):
                 updates = [learner.update(batch, part, done - 1) for part in parts]
+                learner.follow(done - 1)
             values = {**drawn.metrics, **metrics.merge_updates(updates), **clock.summary(source.images)}
             recorder.write(done - 1, values)
             seconds += clock.total
@@ -114,15 +118,20 @@ def _learner(
     lora: bool,
     autocast: torch.dtype | None,
 ) -> tuple[Learner, adapters.WeightSets]:
-    """The learner, and the weight sets "ema" (where asked for) and "reference" (where no adapter can be disabled)."""
-    weights = adapters.WeightSets(model.transformer)
+    """The learner and the weight sets: "ema" where asked for, those that the algorithm keeps, and "reference" where no
+    adapter can be disabled."""
+    weights, kept = adapters.WeightSets(model.transformer), learn.kept_sets(algorithm)
     if not lora:
-        weights.copy("reference")
+        kept.add("reference")
+    sets: dict[WeightSet, Callable[[], AbstractContextManager[None]]]
+    sets = {"reference": partial(adapters.reference, model.transformer)}
+    for name in kept:
+        weights.copy(name)
+        sets[name] = partial(weights.use, name)
     if training.ema_decay is not None:
         weights.copy("ema")
-    disabled = partial(adapters.reference, model.transformer) if lora else partial(weights.use, "reference")
     module = workers.prepare(model.transformer.eval())  # dropout would draw other densities than it replays
-    policy = learn.make_policy(model, module, workers, disabled, autocast)
+    policy = learn.make_policy(model, module, workers, sets, autocast)
     learner = Learner(
         algorithm,
         policy,

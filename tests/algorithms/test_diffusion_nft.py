@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
+from flowalign.algorithms.base import KeepsWeights
 from flowalign.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
-from flowalign.core import rng, sampling, schedule
-from flowalign.types import Batch, Conditioning, Examples, Policy, Rollout
-from tests.algorithms.toy import EPS, GROUPS, REWARDS, SHAPE, SHIFT, Toy, frozen, perturbed, score
+from flowalign.core import schedule
+from flowalign.types import Conditioning, Examples, Policy
+from tests.algorithms.forward import apart, built, collect, column, gradient, prepared, shown
+from tests.algorithms.toy import EPS, REWARDS, SHAPE, SHIFT, Toy, frozen, perturbed, score
 
 
-def build(**fields: object) -> DiffusionNFT:
-    defaults = {"name": "diffusion_nft", "num_steps": 6, "noisings": 3, "kl_weight": 0.0, "advantage_std": "group"}
-    return DiffusionNFT(TypeAdapter(DiffusionNFTSettings).validate_python(defaults | fields), shift=SHIFT)
-
-
-def collect(algorithm: DiffusionNFT, policy: Policy, keys: tuple[int, ...] = tuple(range(8))) -> Rollout:
-    plan = algorithm.plan(0)
-    assert plan.window is None
-    cond = Conditioning({"text": torch.zeros(len(keys), 1)})
-    noise = rng.normal([rng.generator("x", k) for k in keys], SHAPE)
-    with torch.no_grad():
-        trajectory = sampling.integrate(policy.current, noise, cond, plan.sigmas)
-    media = torch.zeros(len(keys), 1, 3, 4, 4)
-    return Rollout(("p",) * len(keys), GROUPS[: len(keys)], keys, cond, trajectory, media)
-
-
-def prepared(algorithm: DiffusionNFT, model: Toy) -> tuple[Policy, Batch]:
-    policy = Policy(model, frozen(model))
-    return policy, algorithm.prepare(policy, collect(algorithm, policy), score())
+def build(**fields: Any) -> DiffusionNFT:
+    defaults = {
+        "name": "diffusion_nft",
+        "num_steps": 6,
+        "noisings": 3,
+        "kl_weight": 0.0,
+        "advantage_std": "group",
+        "old_policy": "on_policy",
+    }
+    return built(DiffusionNFT, DiffusionNFTSettings, defaults, SHIFT, fields)
 
 
 def test_items_are_endpoints_noised_to_different_levels_of_the_grid() -> None:
     algorithm, model = build(), Toy()
     policy, batch = prepared(algorithm, model)
     assert len(batch) == 8 * 3
-    final = collect(algorithm, policy).trajectory.final
-    assert torch.equal(batch.items["clean"], final.repeat_interleave(3, 0))
+    final = collect(algorithm, policy).trajectory.final.repeat_interleave(3, 0)
     grid = schedule.diffusers_shift(6, SHIFT)[:5]
     for levels in batch.items["sigma"].view(8, 3):
         assert len(set(levels.tolist())) == 3
         assert torch.isin(levels, grid).all()
     sigma = batch.items["sigma"].view(-1, 1, 1, 1)
-    noise = (batch.items["x"] - (1 - sigma) * batch.items["clean"]) / sigma
+    noise = (batch.items["x"] - (1 - sigma) * final) / sigma
+    torch.testing.assert_close(batch.items["target"], noise - final, atol=1e-5, rtol=1e-5)
     # 768 standard normal draws: mean within 4 / sqrt(768), spread within 4 / sqrt(2 * 768).
     assert abs(float(noise.mean())) < 0.15
     assert abs(float(noise.std()) - 1) < 0.11
@@ -53,11 +49,8 @@ def test_items_are_endpoints_noised_to_different_levels_of_the_grid() -> None:
 def test_items_depend_on_the_keys_and_not_on_the_batch() -> None:
     algorithm, model = build(), Toy()
     policy, whole = prepared(algorithm, model)
-    rollout = collect(algorithm, policy, tuple(range(8)))
-    part = collect(algorithm, policy, (0, 1, 2, 3))
-    scores = score()
-    first = algorithm.prepare(policy, part, type(scores)(scores.values, scores.weights, scores.group, torch.arange(4)))
-    assert rollout.keys[:4] == part.keys
+    part, scores = collect(algorithm, policy, (0, 1, 2, 3)), score()
+    first = algorithm.prepare(policy, part, replace(scores, local=torch.arange(4)))
     for name in ("sigma", "advantage"):
         assert torch.equal(first.items[name], whole.items[name][:12])
     assert torch.allclose(first.items["x"], whole.items["x"][:12], atol=1e-6)
@@ -70,30 +63,71 @@ def test_only_the_noisiest_levels_are_learnt_from_where_asked() -> None:
     assert torch.equal(drawn, algorithm.sigmas[:2].expand(8, 2))
 
 
-@pytest.mark.parametrize("beta", [0.1, 1.0])
-def test_gradient_by_hand(beta: float) -> None:
-    """At v = v_old the gradient in v is 2 A (v_old - Y) sigma^2 / (w d), whatever b: spec 4, derived there."""
-    algorithm, model = build(nft_beta=beta), Toy()
-    policy, batch = prepared(algorithm, model)
-    seen = []
-
-    def watched(x: torch.Tensor, sigma: torch.Tensor, cond: Conditioning) -> torch.Tensor:
-        velocity = policy.current(x, sigma, cond).detach().requires_grad_()
-        seen.append(velocity)
-        return velocity
-
-    algorithm.losses(Policy(watched, policy.reference), batch).losses["policy"].sum().backward()
-    (velocity,) = seen
-    assert velocity.grad is not None
-    x, clean = batch.items["x"].double(), batch.items["clean"].double()
-    sigma, v = batch.items["sigma"].double().view(-1, 1, 1, 1), velocity.detach().double()
+def advantage_by_hand(noisings: int = 3) -> torch.Tensor:
     rewards = REWARDS.double().view(2, 4)
     spread = rewards.std(1, correction=0, keepdim=True) + EPS
-    advantage = ((rewards - rewards.mean(1, keepdim=True)) / spread).flatten().repeat_interleave(3).view(-1, 1, 1, 1)
-    target = (x - clean) / sigma
-    weight = ((x - sigma * v) - clean).abs().flatten(1).mean(1).view(-1, 1, 1, 1)
+    return column(((rewards - rewards.mean(1, keepdim=True)) / spread).flatten().repeat_interleave(noisings))
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+@pytest.mark.parametrize("old_policy", ["on_policy", "slow"])
+def test_gradient_by_hand(beta: float, old_policy: str) -> None:
+    """At v = v_old the gradient in v is 2 A (v_old - Y) sigma^2 / (w d), whatever b: spec 4, derived there."""
+    algorithm, model = build(nft_beta=beta, old_policy=old_policy), Toy()
+    policy, batch = prepared(algorithm, model)
+    target, v = batch.items["target"].double(), shown(policy.current, batch)
+    sigma, advantage = column(batch.items["sigma"]), advantage_by_hand()
+    weight = (sigma * (target - v)).abs().mean((1, 2, 3), keepdim=True)
     expected = 2 * advantage * (v - target) * sigma**2 / (weight * v[0].numel())
-    torch.testing.assert_close(velocity.grad.double(), expected, atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(gradient(algorithm, policy, batch), expected, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_gradient_by_hand_where_the_old_policy_lags(beta: float) -> None:
+    """a sigma^2 2 / d (r (v+ - Y) / w+ - (1 - r) (v- - Y) / w-), since v+ and v- change by b and -b with v."""
+    algorithm, policy = build(nft_beta=beta, old_policy="ocr", advantage_clip=3.0), apart()
+    batch = algorithm.prepare(policy, collect(algorithm, policy), score())
+    target, v, old = batch.items["target"].double(), shown(policy.current, batch), shown(policy.behaviour, batch)
+    sigma, r = column(batch.items["sigma"]), (advantage_by_hand() / 6 + 0.5).clamp(0, 1)
+    pull = []
+    for sign in (1, -1):
+        off = old + sign * beta * (v - old) - target
+        pull.append(off / (sigma * off).abs().mean((1, 2, 3), keepdim=True))
+    expected = 3 * sigma**2 * 2 / v[0].numel() * (r * pull[0] - (1 - r) * pull[1])
+    torch.testing.assert_close(gradient(algorithm, policy, batch), expected, atol=1e-5, rtol=1e-3)
+    assert float((v - old).abs().mean()) > 0.05, "the old policy is another one"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("all", lambda a: a),
+        ("positive_only", lambda a: a * (a > 0)),
+        ("negative_only", lambda a: a * (a < 0)),
+        ("one_only", lambda a: 1.0 * (a > 0)),
+        ("binary", lambda a: 1.0 * (a > 0) - 1.0 * (a < 0)),
+    ],
+)
+def test_what_of_the_advantage_counts(mode: str, expected: Any) -> None:
+    """On-policy, the gradient is proportional to what counts of the advantage."""
+    policy, batch = prepared(build(), Toy())
+    whole, advantage = gradient(build(), policy, batch), advantage_by_hand()
+    got = gradient(build(advantage_mode=mode), policy, batch)
+    torch.testing.assert_close(got, whole * expected(advantage) / advantage, atol=1e-5, rtol=1e-3)
+
+
+def test_the_old_policy_follows_by_the_published_schedules() -> None:
+    on_policy, slow, ocr = (build(old_policy=name) for name in ("on_policy", "slow", "ocr"))
+    assert isinstance(slow, KeepsWeights)
+    assert on_policy.decays(0) == on_policy.decays(1000) == {}, "the weights in training themselves"
+    assert build(updates=2).decays(7) == {"behaviour": 0.0}, "but not from the second update on"
+    slowing = [slow.decays(i)["behaviour"] for i in (0, 99, 498, 499, 9999)]
+    assert slowing == pytest.approx([0.001, 0.1, 0.499, 0.5, 0.5])
+    halting = [ocr.decays(i)["behaviour"] for i in (0, 74, 75, 174, 207, 208, 9999)]
+    assert halting == pytest.approx([0, 0, 0.0075, 0.75, 0.9975, 0.999, 0.999])
+    twice = build(old_policy="slow", updates=2)
+    assert twice.decays(0)["behaviour"] == pytest.approx(0.002), "optimiser steps, not iterations"
+    assert DiffusionNFTSettings(name="diffusion_nft").old_policy == "slow", "the published default"
 
 
 def test_equal_rewards_teach_nothing_and_unscored_samples_neither() -> None:
@@ -118,6 +152,17 @@ def test_kl_is_zero_at_the_reference_and_has_its_weight_away_from_it() -> None:
     cond = batch.cond.select(batch.sample)
     gap = moved(batch.items["x"], batch.items["sigma"], cond) - model(batch.items["x"], batch.items["sigma"], cond)
     torch.testing.assert_close(terms.losses["kl"], 0.3 * gap.square().flatten(1).mean(1))
+
+
+def test_metrics_say_how_far_the_weights_are_apart() -> None:
+    algorithm, policy = build(old_policy="slow", kl_weight=1.0), apart()
+    batch = algorithm.prepare(policy, collect(algorithm, policy), score())
+    metrics = algorithm.losses(policy, batch).metrics
+    v = shown(policy.current, batch)
+    for name, other in (("old_deviation", policy.behaviour), ("kl", policy.reference)):
+        expected = (v - shown(other, batch)).square().mean((1, 2, 3))
+        torch.testing.assert_close(metrics[name].double(), expected, atol=1e-7, rtol=1e-4)
+        assert not metrics[name].requires_grad
 
 
 def test_a_few_iterations_raise_the_reward() -> None:
@@ -146,9 +191,10 @@ def test_impossible_settings_and_foreign_samples_are_refused() -> None:
         build(noisings=3, noisy_levels=2)
     with pytest.raises(ValidationError, match="noisy_levels: 6"):
         build(noisy_levels=6)
-    with pytest.raises(ValidationError, match="updates"):
-        build(updates=2)
+    for name, value in (("updates", 0), ("old_policy", "lagged"), ("nft_beta", 0), ("advantage_mode", "ones")):
+        with pytest.raises(ValidationError, match=name):
+            build(**{name: value})
     algorithm, model = build(), Toy()
     examples = Examples(("p",), (0,), Conditioning({"text": torch.zeros(1, 1)}), torch.zeros(1, *SHAPE))
-    with pytest.raises(TypeError, match="scored Rollout"):
+    with pytest.raises(TypeError, match="diffusion_nft learns from a scored Rollout"):
         algorithm.prepare(Policy(model, frozen(model)), examples, None)

@@ -87,3 +87,4 @@ def test_credit_is_this_ranks_own_and_clipped() -> None:
     credit = combination.credit(one, "group", 0.5, "cpu")
     assert credit.advantage.tolist() == [0.5, 0.0, 0.0]  # 1 by itself, unknown, and of a group without signal
     assert credit.weight.tolist() == [1.0, 0.0, 0.0]
+    assert credit.scored.tolist() == [1.0, 0.0, 1.0]

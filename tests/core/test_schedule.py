@@ -149,3 +149,38 @@ def test_logit_normal_has_a_normal_logit(mean: float, std: float) -> None:
     assert abs(float(logit.std()) - std) < 5 * std / (2 * n) ** 0.5
     assert abs(float(((logit - mean) / std).pow(3).mean())) < 5 * (15 / n) ** 0.5
     assert torch.equal(sigma, schedule.logit_normal(rng.generator("density"), n, mean, std))
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.5])
+def test_power_law_has_its_density(power: float) -> None:
+    """P(sigma <= s) = s^(power + 1), so that sigma^(power + 1) is uniform."""
+    n = 40_000
+    sigma = schedule.power_law(rng.generator("power"), n, power)
+    assert sigma.shape == (n,) and sigma.dtype == torch.float32
+    assert bool(((sigma > 0) & (sigma <= 1)).all())
+    place = sigma.double().pow(power + 1).sort().values
+    deviation = float((place - torch.arange(n).double() / n).abs().max())
+    assert deviation < 2.2 / n**0.5  # Kolmogorov's statistic exceeds it with a chance of 1e-4
+
+
+def test_stratified_steps_take_one_of_each_part() -> None:
+    drawn = Counter()
+    for i in range(2000):
+        steps = schedule.stratified_steps(rng.generator("strata", i), 6, 1, 12).tolist()
+        drawn.update(enumerate(steps))
+    parts = [[1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]  # AWM's for 14 steps
+    assert set(drawn) == {(i, step) for i, part in enumerate(parts) for step in part}
+    for i, part in enumerate(parts):
+        for step in part:
+            expected = 2000 / len(part)
+            assert abs(drawn[i, step] - expected) < 5 * (expected * (1 - 1 / len(part))) ** 0.5 + 1e-9
+    assert schedule.stratified_steps(rng.generator(0), 4, 2, 6).tolist() == [2, 3, 4, 5]
+    for n in (0, 5):
+        with pytest.raises(ValueError, match=r"of \[2, 6\); expected 1 to 4"):
+            schedule.stratified_steps(rng.generator(0), n, 2, 6)
+
+
+def test_lag_rises_to_its_cap() -> None:
+    got = [schedule.lag(step, rate=0.01, cap=0.9) for step in (0, 1, 50, 90, 91, 10_000)]
+    assert got == pytest.approx([0, 0.01, 0.5, 0.9, 0.9, 0.9])
+    assert [schedule.lag(step, 0.5, 0.8, flat=3) for step in (0, 3, 4, 5)] == [0, 0, 0.5, 0.8]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.pairs import keyed_batch, load_pairs, read_image
+from flowalign.data.pairs import keyed_batch, load_pairs, load_preferences, read_image
 from flowalign.data.worlds import shapes, shapes_render
+from flowalign.data.worlds.shapes_verifier import verify
 from flowalign.types import FlowAlignError
 
 
@@ -90,3 +91,58 @@ def test_no_metadata_too_few_and_broken_picture(tmp_path) -> None:
     (tmp_path / "0.png").write_bytes(b"not a picture")
     with pytest.raises(FlowAlignError, match=r"0\.png.*cannot be read"):
         load_pairs(tmp_path, height=8, width=8).images([0])
+
+
+def test_preferences_keep_better_and_worse_together(tmp_path) -> None:
+    folder(tmp_path)
+    rows = [
+        {"prompt": "one", "better": "0.png", "worse": "1.png", "votes": 0.7},
+        {"text": "two", "better": "2.png", "worse": "0.png"},
+        {"prompt": "three", "better": "1.png", "worse": "2.png"},
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    better, worse = load_preferences(tmp_path, height=32, width=32)
+    assert better.texts == worse.texts == ("one", "two", "three")
+    assert [f.name for f in better.files] == ["0.png", "2.png", "1.png"]
+    assert [f.name for f in worse.files] == ["1.png", "0.png", "2.png"]
+    assert better.images([0, 2]).shape == (2, 1, 3, 32, 32)
+    some = load_preferences(tmp_path, height=32, width=32, count=2, seed=3)
+    assert len(some[0]) == 2
+    for text, one, other in zip(some[0].texts, some[0].files, some[1].files, strict=True):
+        row = next(r for r in rows if text in r.values())
+        assert (one.name, other.name) == (row["better"], row["worse"])
+
+
+def test_the_preferences_that_the_shapes_world_writes(tmp_path) -> None:
+    shapes_render.write_preferences(tmp_path, 6, seed=0)
+    better, worse = load_preferences(tmp_path, height=64, width=64)
+    assert not any(shapes.is_held_out(shapes.parse(text)) for text in better.texts)
+    assert verify(better.images(range(6))[:, 0], better.texts).strict.tolist() == [1] * 6
+    assert verify(worse.images(range(6))[:, 0], better.texts).strict.tolist() == [0] * 6
+    again = tmp_path / "again"
+    shapes_render.write_preferences(again, 4, seed=0)  # a longer run begins with the shorter one
+    assert torch.equal(load_preferences(again, height=64, width=64)[1].images(range(4)), worse.images(range(4)))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[1]", 'expected an object with the texts "prompt", "better" and "worse"'),
+        ('{"prompt": "x", "better": "0.png"}', 'expected an object with the texts "prompt", "better" and "worse"'),
+        ('{"prompt": 3, "better": "0.png", "worse": "1.png"}', "expected an object with the texts"),
+        ('{"file_name": "0.png", "text": "x"}', "expected an object with the texts"),
+        ('{"prompt": "x", "better": "0.png", "worse": "none.png"}', "'none.png' is not in"),
+        ('{"prompt": "x", "better": "0.png", "worse": "0.png"}', "'0.png' is both better and worse"),
+        ("{", "metadata.jsonl:1: not JSON"),
+        ("", "holds no pair"),
+    ],
+)
+def test_bad_preferences_give_one_sentence(tmp_path, line: str, words: str) -> None:
+    folder(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text(line + "\n")
+    with pytest.raises(FlowAlignError) as caught:
+        load_preferences(tmp_path, height=8, width=8)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(FlowAlignError, match=r'no metadata\.jsonl.*"better"'):
+        load_preferences(tmp_path / "none", height=8, width=8)

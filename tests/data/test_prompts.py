@@ -48,6 +48,38 @@ def test_every_prompt_k_times_and_the_same_updates_whatever_the_number_of_ranks(
     assert sets[1] == sets[2] == sets[4]
 
 
+@settings(max_examples=40, deadline=None)
+@given(GEOMETRY)
+def test_whole_groups_stay_on_one_rank_and_updates_do_not_depend_on_the_number_of_ranks(
+    geometry: tuple[int, int, int, int, int],
+) -> None:
+    m, k, updates, seed, iteration = geometry
+    m *= 4 * updates  # m divides by U W for all W below
+    sets = {}
+    for world in (1, 2, 4):
+        sampler = KRepeatSampler(m + 5, m, k, world, seed, updates=updates, whole_groups=True)
+        ranks = [sampler.samples(iteration, rank) for rank in range(world)]
+        assert sorted(s.position for rank in ranks for s in rank) == list(range(m * k))
+        for rank, samples in enumerate(ranks):
+            assert [s.position for s in samples] == list(range(rank, m * k, world))
+            assert set(Counter(s.prompt for s in samples).values()) == {k}
+        local = m * k // world // updates
+        sets[world] = [
+            sorted((s.prompt, s.repeat) for rank in ranks for s in rank[u * local : (u + 1) * local])
+            for u in range(updates)
+        ]
+    assert sets[1] == sets[2] == sets[4]
+    anyhow = KRepeatSampler(m + 5, m, k, 1, seed).samples(iteration, 0)
+    assert sorted(s[:2] for s in anyhow) == sorted(pair for part in sets[1] for pair in part)  # the same samples
+
+
+def test_whole_groups_that_do_not_split_are_refused_with_the_nearest_that_do() -> None:
+    with pytest.raises(FlowAlignError, match=r"per_iteration 5 groups .* 2 updates x 2 processes.*: 4 or 8"):
+        KRepeatSampler(50, 5, 4, 2, seed=0, updates=2, whole_groups=True)
+    with pytest.raises(FlowAlignError, match="the nearest that do: 4, with as many prompts"):
+        KRepeatSampler(3, 3, 4, 4, seed=0, whole_groups=True)
+
+
 def test_an_epoch_shows_each_prompt_once_and_epochs_differ() -> None:
     sampler = KRepeatSampler(13, 4, 2, 1, seed=3)
     epochs = []

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from flowalign.algorithms.diffusion_nft import DiffusionNFT
+from flowalign.algorithms.flow_dpo import FlowDPO
 from flowalign.algorithms.flow_grpo import FlowGRPO
 from flowalign.algorithms.sft import SFT
+from flowalign.algorithms.soar import SOAR
 from flowalign.config import build
 from flowalign.config.load import load_recipe, shipped_recipes
 from flowalign.core import schedule
@@ -33,14 +35,16 @@ def test_every_shipped_method_is_built_for_its_model(name: str) -> None:
     recipe = load_recipe(name)
     algorithm = build.build_algorithm(recipe.algorithm, cast(Any, SimpleNamespace(shift=3.0)))
     assert algorithm.updates == recipe.algorithm.updates
-    if recipe.algorithm.name == "sft":
-        assert isinstance(algorithm, SFT) and algorithm.plan(0) is None
+    if recipe.prompts is None:
+        assert isinstance(algorithm, SFT | SOAR | FlowDPO) and algorithm.plan(0) is None
         return
     plan = algorithm.plan(0)
     assert plan is not None
     torch.testing.assert_close(plan.sigmas, schedule.diffusers_shift(recipe.algorithm.num_steps, 3.0))
     if recipe.algorithm.name == "diffusion_nft":
         assert isinstance(algorithm, DiffusionNFT) and plan.window is None
+    elif recipe.algorithm.name == "flow_dpo":
+        assert isinstance(algorithm, FlowDPO) and plan.whole_groups and plan.guidance == recipe.algorithm.guidance
     else:
         assert isinstance(algorithm, FlowGRPO)
         assert (plan.kernel, plan.level, plan.guidance) == (
@@ -106,7 +110,7 @@ def test_a_recipe_becomes_a_run(name: str, tmp_path: Path, workers: Workers) -> 
         "tuning={kind: full}",
         "training.checkpoint_every=1",
     ]
-    if name == "shapes/sft":
+    if load_recipe(name).prompts is None:
         changes += ["dataset.count=4", "algorithm.batch_size=4"]
     else:
         changes += ["prompts.count=4", "prompts.per_iteration=2", "prompts.group_size=2"]
@@ -163,6 +167,26 @@ def test_a_world_is_rendered_as_a_dataset(world: str, workers: Workers, tmp_path
     pairs = build.build_pairs(load_recipe("shapes/sft", overrides), workers).pairs
     assert len(pairs) == 4 and pairs.images([0]).shape == (1, 1, 3, 64, 64)
     assert all(file.parent.name == f"{world}-4-0" or file.parent.parent.name == f"{world}-4-0" for file in pairs.files)
+
+
+def test_preferences_of_the_shapes_world_are_rendered_once(tmp_path: Path, workers: Workers) -> None:
+    overrides = [f"training.output={tmp_path}", "dataset.count=4", "algorithm.batch_size=2"]
+    recipe = load_recipe("shapes/flow_dpo_offline", overrides)
+    data = build.build_pairs(recipe, workers)
+    assert data.worse is not None and data.pairs.texts == data.worse.texts and len(data.pairs) == 4
+    assert not torch.equal(data.pairs.images(range(4)), data.worse.images(range(4)))
+    written = {f: f.stat().st_mtime_ns for f in (tmp_path / "dataset" / "shapes-preferences-4-0").iterdir()}
+    again = build.build_pairs(recipe, workers)
+    assert again.worse is not None and again.worse.files == data.worse.files
+    assert {f: f.stat().st_mtime_ns for f in written} == written
+    # The folder that it makes is read as anyone's own.
+    own = [*overrides[1:], f"dataset.path={tmp_path / 'dataset' / 'shapes-preferences-4-0'}", "dataset.count=3"]
+    assert len(build.build_pairs(load_recipe("shapes/flow_dpo_offline", own), workers).pairs) == 3
+
+
+def test_a_world_without_preferences_is_refused(workers: Workers) -> None:
+    with pytest.raises(FlowAlignError, match=r"no metadata\.jsonl in it.*better"):
+        build.build_pairs(load_recipe("shapes/flow_dpo_offline", ["dataset.path=signs"]), workers)
 
 
 def test_a_reward_on_a_server_is_built_from_what_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:

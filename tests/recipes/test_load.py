@@ -202,6 +202,12 @@ def test_parts_must_fit_together(recipe_file: Path) -> None:
         "command line: prompts: missing section, flow_grpo samples from prompts",
         "command line: rewards: missing, flow_grpo learns from at least one reward",
     ]
+    (row,) = problems(recipe_file, "algorithm={name: flow_dpo_offline}", "prompts=null", "rewards=[]")
+    assert row.endswith("dataset: missing section, flow_dpo_offline learns from preferences")
+    (row,) = problems(recipe_file, "algorithm={name: flow_dpo, updates: 8}")
+    assert row.endswith(
+        "prompts.per_iteration: 4 whole groups do not split evenly over algorithm.updates 8; change one of the two"
+    )
     (row,) = problems(recipe_file, "algorithm.updates=3")
     assert row.startswith(
         f"{recipe_file}:11: prompts.per_iteration: 4 prompts x group_size 4 = 16 samples do not split"

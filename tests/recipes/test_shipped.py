@@ -106,7 +106,7 @@ def test_there_are_recipes() -> None:
     assert {"shapes/demo", "shapes/flow_grpo", "shapes/flow_grpo_fast", "shapes/flow_grpo_guided", "shapes/sft"} <= set(
         RECIPES
     )
-    assert len(SD3) == 5
+    assert len(SD3) >= 7
     assert len(CASES) > 200
 
 
@@ -142,7 +142,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", SD3)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_numbers(name: str) -> None:
     recipe = load_recipe(name)
     a, p, o, t = recipe.algorithm, recipe.prompts, recipe.optimizer, recipe.training
@@ -155,6 +155,26 @@ def test_published_numbers(name: str) -> None:
     assert a.share_noise == (name == "sd3/flow_grpo_clipscore")
     if name == "sd3/flow_grpo_fast_geneval":
         assert (a.window, a.window_size, a.window_range, a.log_prob) == ("random", 3, (0, 5), "unscaled")
+
+
+def test_published_numbers_of_soar() -> None:
+    recipe = load_recipe("sd3/soar")
+    a, o, t = recipe.algorithm, recipe.optimizer, recipe.training
+    assert a.name == "soar" and recipe.tuning.kind == "full"
+    assert (a.guidance, a.negative, a.rollout_steps, a.points, a.aux_weight, a.paths) == (4.5, "", 40, 6, 1.0, 1)
+    assert (a.batch_size, a.sigma_mean, a.sigma_std, a.shift, a.updates) == (32, 0.0, 1.0, 3.0, 1)
+    assert (o.lr, o.betas, o.weight_decay, o.max_grad_norm, o.warmup) == (2e-5, (0.9, 0.999), 1e-2, 1.0, 0)
+    assert (recipe.model.height, recipe.model.max_sequence_length, t.iterations) == (512, 77, 5000)
+
+
+def test_published_numbers_of_flow_dpo() -> None:
+    recipe = load_recipe("sd3/flow_dpo_pickscore")
+    a, p, o, t = recipe.algorithm, recipe.prompts, recipe.optimizer, recipe.training
+    assert a.name == "flow_dpo" and p is not None
+    assert (a.beta, a.beta_form, a.num_steps, a.guidance, a.noisings, a.updates) == (100.0, "constant", 40, 1.0, 1, 1)
+    assert (a.sigma_mean, a.sigma_std, p.per_iteration, p.group_size) == (0.0, 1.0, 48, 4)
+    assert (o.lr, o.betas, o.eps, o.weight_decay, o.max_grad_norm) == (1e-5, (0.9, 0.999), 1e-8, 1e-4, 1.0)
+    assert (recipe.tuning.rank, recipe.tuning.alpha, t.ema_decay, t.ema_every) == (32, 64.0, 0.99, 4)
 
 
 @pytest.mark.parametrize(("name", "path"), CASES, ids=IDS)
@@ -211,7 +231,7 @@ IMPOSSIBLE_ROLLOUTS = [
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_impossible_value_is_refused(name: str) -> None:
-    rollouts = [] if load_recipe(name).algorithm.name == "sft" else IMPOSSIBLE_ROLLOUTS
+    rollouts = [] if load_recipe(name).prompts is None else IMPOSSIBLE_ROLLOUTS
     for override in IMPOSSIBLE + rollouts:
         with pytest.raises(RecipeError) as caught:
             load_recipe(name, [override])

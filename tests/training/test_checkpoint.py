@@ -13,30 +13,39 @@ from flowalign.training.checkpoint import Checkpoint
 from flowalign.types import FlowAlignError
 
 
-def state(iteration=10, ema=True):
+def state(iteration=10, sets=("ema",)):
     tensors = {"a.weight": torch.randn(3, 4), "b": torch.randn(2)}
     optimizer = {f"{k}|exp_avg": v * 2 for k, v in tensors.items()}
-    return Checkpoint(iteration, 20, tensors, optimizer, {k: v + 1 for k, v in tensors.items()} if ema else None)
+    others = {name: {k: v + 1 + i for k, v in tensors.items()} for i, name in enumerate(sets)}
+    return Checkpoint(iteration, 20, tensors, optimizer, others)
 
 
-@pytest.mark.parametrize("ema", [True, False])
-def test_round_trip(tmp_path, ema: bool) -> None:
-    saved = state(ema=ema)
+@pytest.mark.parametrize("sets", [(), ("ema",), ("behaviour", "ema", "reference")])
+def test_round_trip(tmp_path, sets: tuple[str, ...]) -> None:
+    saved = state(sets=sets)
     folder = checkpoint.save(tmp_path, saved, "model: x\n")
     assert folder == tmp_path / "checkpoints" / "000010"
     expected = {"trainable.safetensors", "optimizer.safetensors", "state.json", "recipe.yaml"}
-    assert {p.name for p in folder.iterdir()} == expected | ({"ema.safetensors"} if ema else set())
+    assert {p.name for p in folder.iterdir()} == expected | {f"{name}.safetensors" for name in sets}
     assert [p.name for p in folder.parent.iterdir()] == ["000010"]  # nothing temporary stays
     loaded = checkpoint.load(folder)
     assert (loaded.iteration, loaded.steps) == (10, 20)
+    assert set(loaded.sets) == set(sets)
     pairs = [
         (saved.trainable, loaded.trainable),
         (saved.optimizer, loaded.optimizer),
-        (saved.ema or {}, loaded.ema or {}),
+        *((saved.sets[name], loaded.sets[name]) for name in sets),
     ]
     for a, b in pairs:
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert (loaded.ema is None) == (not ema)
+
+
+def test_the_first_format_is_read_as_well(tmp_path) -> None:
+    folder = checkpoint.save(tmp_path, state())
+    written = json.loads((folder / "state.json").read_text())
+    assert written["format"] == "flowalign-checkpoint-2", "older programs must refuse what they would overlook"
+    (folder / "state.json").write_text(json.dumps({**written, "format": "flowalign-checkpoint-1"}))
+    assert list(checkpoint.load(folder).sets) == ["ema"]
 
 
 def test_latest_and_replacement(tmp_path) -> None:

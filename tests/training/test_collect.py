@@ -45,6 +45,22 @@ def samples_of(world=1, rank=0):
     return KRepeatSampler(len(PROMPTS), 3, 4, world, seed=0).samples(2, rank)
 
 
+def test_the_behaviour_policy_draws_the_samples() -> None:
+    model, other = ToyModel(), ToyModel(seed=1)
+
+    def never(x, sigma, cond):
+        raise AssertionError("sampled with other weights")
+
+    def drawn(policy):
+        arguments = {"iteration": 2, "seed": 0, "shape": (3, 4, 4), "batch_size": 4, "device": "cpu"}
+        return collect(model, policy, plan_of(), PromptCache(model), DATA.prompts, samples_of(), **arguments)
+
+    lagged = drawn(Policy(never, never, velocity_of(other)))
+    own = drawn(Policy(velocity_of(other), never))
+    assert torch.equal(lagged.trajectory.states, own.trajectory.states), "left out, it is the one in training"
+    assert not torch.equal(own.trajectory.states, drawn(Policy(velocity_of(model), never)).trajectory.states)
+
+
 def test_a_sample_depends_on_its_key_alone() -> None:
     plan = plan_of(window="random", window_size=2)
     whole = rollout(ToyModel(), plan, samples_of(), batch_size=12)

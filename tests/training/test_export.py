@@ -213,10 +213,11 @@ training: {{iterations: 1, output: {output}, rollout_batch_size: 2, micro_batch_
 def saved(model, folder, output, kind, *, ema=True):
     """A checkpoint as the trainer writes it, whose averaged weights are 0 in all B (or as they were)."""
     sets = WeightSets(model.transformer)
-    averaged = {k: 0 * v if ".lora_B." in k else v for k, v in sets.state_dict().items()} if ema else None
+    averaged = {k: 0 * v if ".lora_B." in k else v for k, v in sets.state_dict().items()}
     rest = ", rank: 4, alpha: 8.0" if kind == "lora" else ""
     text = RECIPE.format(path=folder, kind=kind, output=output, rest=rest)
-    state = checkpoint.Checkpoint(1, 1, trainable=sets.state_dict(), optimizer={}, ema=averaged)
+    others = {"ema": averaged} if ema else {}
+    state = checkpoint.Checkpoint(1, 1, trainable=sets.state_dict(), optimizer={}, sets=others)
     return checkpoint.save(output, state, text)
 
 
@@ -227,8 +228,10 @@ def run(path, out, form="diffusers", weights="current"):
 def test_command_exports_a_checkpoint(folder, tmp_path, capsys):
     model = trained(folder)
     path = saved(model, folder, tmp_path / "run", "lora")
-    assert run(path, tmp_path / "lora") == 0 and str(tmp_path / "lora" / FILE) in capsys.readouterr().out
+    assert run(path, tmp_path / "lora") == 0
+    assert f"{tmp_path / 'lora' / FILE}: the current weights after 1 iterations" in capsys.readouterr().out
     assert run(path, tmp_path / "averaged", weights="ema") == 0
+    assert "the ema weights" in capsys.readouterr().out
     assert run(path, tmp_path / "merged", form="merged") == 0
     base = velocity(load_model(folder))
     for name, expected in (("lora", velocity(model)), ("averaged", base)):
@@ -248,7 +251,7 @@ def test_command_exports_full_fine_tuning(folder, tmp_path):
     path = saved(model, folder, tmp_path / "run", "full", ema=False)
     with pytest.raises(FlowAlignError, match="has no LoRA; use --format merged"):
         run(path, tmp_path / "lora")
-    with pytest.raises(FlowAlignError, match="no averaged weights; use --weights current"):
+    with pytest.raises(FlowAlignError, match="holds no 'ema' weights; it has current"):
         run(path, tmp_path / "merged", form="merged", weights="ema")
     assert run(path, tmp_path / "merged", form="merged") == 0
     assert torch.equal(velocity(load_model(tmp_path / "merged")), velocity(model))

@@ -41,7 +41,7 @@ def learner(workers, model, tmp_path, opt=None, algorithm=None, **changes):
     weights.copy("ema")
     weights.copy("reference")
     module = workers.prepare(model.transformer)
-    policy = learn.make_policy(model, module, workers, lambda: weights.use("reference"))
+    policy = learn.make_policy(model, module, workers, {"reference": lambda: weights.use("reference")})
     parameters = learn.trainable(model.transformer)
     made = learn.Learner(
         algorithm or Squares(),

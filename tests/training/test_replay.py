@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from flowalign.rewards.combine import WeightedReward
 from flowalign.training import replay
 from flowalign.training.collect import PromptCache, collect, score
 from flowalign.training.learn import make_policy, split_updates
-from flowalign.types import FlowAlignError
+from flowalign.types import FlowAlignError, Policy
 from tests.training.toy import PROMPTS, ColorReward, ToyModel
 
 DATA = PromptData([Prompt(text) for text in PROMPTS], per_iteration=2, group_size=4)
@@ -30,7 +31,7 @@ class Case:
         self.algorithm = FlowGRPO(FlowGRPOSettings(name="flow_grpo", **values), shift=3.0)
         self.plan = self.algorithm.plan(0)
         self.model.transformer.eval()
-        self.policy = make_policy(self.model, self.model.transformer, workers, None)
+        self.policy = make_policy(self.model, self.model.transformer, workers, {"reference": nullcontext})
         self.samples = KRepeatSampler(len(PROMPTS), 2, 4, 1, seed=0, updates=2).samples(0, 0)
 
     def draw(self, policy=None, plan=None):
@@ -189,7 +190,7 @@ def test_batch_size(workers) -> None:
     """A velocity that depends on how many rows come with it, as some attention kernels' does."""
     case = Case(workers, window_size=1)
     plain = case.policy.current
-    case.policy = replace(case.policy, current=lambda x, s, c: plain(x, s, c) * (1 + 0.01 * x.shape[0]))
+    case.policy = Policy(lambda x, s, c: plain(x, s, c) * (1 + 0.01 * x.shape[0]), case.policy.reference)
     case.draw().prepare()
     assert case.check(micro=4) == 0.0
     assert "results depend on the batch size" in case.failure(micro=3)

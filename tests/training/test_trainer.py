@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowalign.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
 from flowalign.algorithms.sft import SFT, SFTSettings
 from flowalign.data.pairs import PairData, load_pairs
@@ -16,7 +17,7 @@ from flowalign.data.worlds import shapes_render
 from flowalign.rewards.combine import WeightedReward
 from flowalign.training import checkpoint
 from flowalign.training.trainer import train
-from flowalign.types import FlowAlignError
+from flowalign.types import FlowAlignError, Terms
 from tests.training.toy import PROMPTS, ColorReward, ToyModel, optimizer, training
 
 DATA = PromptData([Prompt(text) for text in PROMPTS], per_iteration=4, group_size=4)
@@ -91,7 +92,24 @@ def test_the_first_update_is_on_policy_and_the_second_is_not(workers, tmp_path) 
     assert all(record["ratio_deviation_max"] > 1e-4 for record in two.history)
 
 
-@pytest.mark.parametrize("kind", ["flow_grpo", "sft"])
+class Keeps(DiffusionNFT):
+    """Every weight set that a method may keep; the reference is renewed after the third iteration."""
+
+    def decays(self, iteration):
+        return {"behaviour": 0.5, "anchor": 0.9, "reference": 0.0 if iteration == 2 else 1.0}
+
+    def losses(self, policy, batch):
+        terms = super().losses(policy, batch)
+        shown = batch.items["x"], batch.items["sigma"], batch.cond.select(batch.sample)
+        pull = (policy.current(*shown) - policy.anchor(*shown)).square().flatten(1).mean(1)
+        return Terms({**terms.losses, "anchor": pull}, terms.metrics)
+
+
+def keeps():
+    return Keeps(DiffusionNFTSettings(name="diffusion_nft", num_steps=4, noisings=2, kl_weight=0.1), shift=3.0)
+
+
+@pytest.mark.parametrize("kind", ["flow_grpo", "sft", "keeps"])
 def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: str) -> None:
     data = DATA
     if kind == "sft":
@@ -99,6 +117,8 @@ def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: 
         data = PairData(load_pairs(tmp_path / "data", height=64, width=64), 4)
 
     def algorithm():
+        if kind == "keeps":
+            return keeps()
         return SFT(SFTSettings(name="sft", batch_size=4)) if kind == "sft" else grpo(kl="v", kl_weight=0.1)
 
     whole, straight = run(workers, tmp_path / "whole", algorithm=algorithm(), data=data, iterations=4)
@@ -110,7 +130,10 @@ def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: 
     for p, q in zip(whole.transformer.parameters(), again.transformer.parameters(), strict=True):
         assert torch.equal(p, q)
     a, b = checkpoint.load(straight.checkpoint), checkpoint.load(second.checkpoint)
-    for x, y in ((a.trainable, b.trainable), (a.ema, b.ema), (a.optimizer, b.optimizer)):
+    kept = {"behaviour", "anchor", "reference"} if kind == "keeps" else set()
+    assert a.sets.keys() == b.sets.keys() == {"ema"} | kept
+    pairs = [(a.trainable, b.trainable), (a.optimizer, b.optimizer), *((a.sets[k], b.sets[k]) for k in a.sets)]
+    for x, y in pairs:
         assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
     assert (a.iteration, a.steps) == (b.iteration, b.steps)
     records = [
@@ -121,6 +144,36 @@ def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: 
     for one, two in zip(*records, strict=True):
         timing = ("seconds", "images_per_second")
         assert all(two[k] == v for k, v in one.items() if not k.startswith(timing))
+
+
+def test_weight_sets_follow_by_their_decays(workers, tmp_path) -> None:
+    """One run, checkpointed after each iteration, against the recursion."""
+    drawn = []
+
+    class Watched(Keeps):
+        def prepare(self, policy, samples, scores):
+            shown = torch.full((1, 3, 4, 4), 0.3), torch.full((1,), 0.7), samples.cond.select(torch.tensor([0]))
+            velocities = (policy.current, policy.behaviour, policy.anchor, policy.reference)
+            drawn.append([v(*shown).clone() for v in velocities])
+            return super().prepare(policy, samples, scores)
+
+    algorithm, model = Watched(keeps().settings, shift=3.0), ToyModel()
+    expected = {name: _weights(model) for name in ("behaviour", "anchor", "reference")}
+    run(workers, tmp_path, algorithm=algorithm, model=model, iterations=4, checkpoint_every=1, ema_decay=None)
+    for iteration in range(4):
+        state = checkpoint.load(tmp_path / "checkpoints" / f"{iteration + 1:06d}")
+        for name, decay in algorithm.decays(iteration).items():
+            expected[name] = {k: decay * v + (1 - decay) * state.trainable[k] for k, v in expected[name].items()}
+            for k, v in expected[name].items():
+                torch.testing.assert_close(state.sets[name][k], v, atol=1e-6, rtol=1e-5)
+    assert all(torch.equal(drawn[0][0], v) for v in drawn[0]), "all are the same at the start"
+    current, behaviour, anchor, reference = drawn[3]
+    assert torch.equal(current, reference), "renewed at the end of the iteration before"
+    assert not torch.equal(current, behaviour) and not torch.equal(behaviour, anchor)
+
+
+def _weights(model):
+    return {k: p.detach().clone() for k, p in model.transformer.named_parameters()}
 
 
 def test_results_do_not_depend_on_batch_sizes(workers, tmp_path) -> None:
@@ -196,8 +249,10 @@ def test_output_of_another_run_and_finished_runs_are_refused(workers, tmp_path) 
         run(workers, tmp_path, iterations=1)
     with pytest.raises(FlowAlignError, match="1 iterations are done"):
         run(workers, tmp_path, iterations=1, resume=result.checkpoint)
-    with pytest.raises(FlowAlignError, match=r"ema_decay None"):
+    with pytest.raises(FlowAlignError, match=r"it has ema, but this run keeps none \(training.ema_decay None\)"):
         run(workers, tmp_path, iterations=2, ema_decay=None, resume=result.checkpoint)
+    with pytest.raises(FlowAlignError, match="it has ema, but this run keeps anchor, behaviour, ema, reference"):
+        run(workers, tmp_path, iterations=2, algorithm=keeps(), resume=result.checkpoint)
 
 
 def test_the_replay_check_runs_first(workers, tmp_path) -> None:

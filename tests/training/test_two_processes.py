@@ -52,11 +52,11 @@ def test_rewards_and_weights_agree(outputs, name: str) -> None:
             worst = max(worst, abs(one[key] - two[key]))
     a, b = (checkpoint.load(checkpoint.latest(f / name)) for f in outputs)
     difference = max(float((a.trainable[k] - b.trainable[k]).abs().max()) for k in a.trainable)
-    moved = max(float((a.trainable[k] - a.ema[k]).abs().max()) for k in a.trainable)
+    moved = max(float((a.trainable[k] - a.sets["ema"][k]).abs().max()) for k in a.trainable)
     print(f"{name}: largest difference of metrics {worst:.2e}, of weights {difference:.2e}; weights moved {moved:.2e}")
     assert difference <= TOLERANCE < moved / 10
-    assert a.ema is not None and b.ema is not None
-    assert all(float((a.ema[k] - b.ema[k]).abs().max()) <= TOLERANCE for k in a.ema)
+    assert a.sets.keys() == b.sets.keys() == {"ema"}
+    assert all(float((v - b.sets["ema"][k]).abs().max()) <= TOLERANCE for k, v in a.sets["ema"].items())
     assert a.steps == b.steps == 6
 
 

@@ -152,3 +152,28 @@ def write_folder(path: str | Path, n: int, seed: int, split: shapes.Split = "tra
             name = f"{index:06d}.png"
             Image.fromarray(image).save(folder / name)
             lines.write(json.dumps({"file_name": name, "text": text}) + "\n")
+
+
+def write_preferences(path: str | Path, n: int, seed: int, split: shapes.Split = "train") -> None:
+    """Write a folder of preferences: a render of a caption against one of the scene with an attribute changed.
+
+    PNG files and ``metadata.jsonl`` with {"prompt", "better", "worse"} a line. Each preference has its own generator
+    keyed by (seed, index); skills are uniform.
+
+    Args:
+        path: Folder, made if absent.
+        n: Number of preferences.
+        seed: Same arguments, same folder.
+        split: "train" or "held_out".
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metadata.jsonl").open("w", encoding="utf-8") as lines:
+        for index in range(n):
+            rng = np.random.default_rng([seed, index])
+            spec = shapes.sample_spec(rng, split=split)
+            names = {}
+            for label, shown in (("better", spec), ("worse", shapes.alter(spec, rng))):
+                names[label] = f"{index:06d}_{label}.png"
+                Image.fromarray(np.round(render(shown, rng) * 255.0).astype(np.uint8)).save(folder / names[label])
+            lines.write(json.dumps({"prompt": shapes.caption(spec), **names}) + "\n")
