@@ -65,16 +65,24 @@ def kept_sets(algorithm: Algorithm) -> set[WeightSet]:
 
 
 def in_chunks(policy: Policy, size: int) -> Policy:
-    """``policy`` whose current velocity is computed for at most ``size`` rows at a time; to be used without gradients.
+    """``policy`` whose velocities are computed for at most ``size`` rows at a time; to be used without gradients.
 
     What an algorithm asks for in `prepare` is as many rows as the iteration has samples, which memory need not hold.
     """
 
-    def current(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        parts = [slice(i, i + size) for i in range(0, x.shape[0], size)]
-        return torch.cat([policy.current(x[part], sigma[part], cond.select(part)) for part in parts])
+    def chunked(velocity: VelocityFn) -> VelocityFn:
+        def in_parts(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+            parts = [slice(i, i + size) for i in range(0, x.shape[0], size)]
+            return torch.cat([velocity(x[part], sigma[part], cond.select(part)) for part in parts])
 
-    return replace(policy, current=current)
+        return in_parts
+
+    return Policy(
+        current=chunked(policy.current),
+        reference=chunked(policy.reference),
+        behaviour=chunked(policy.behaviour),
+        anchor=chunked(policy.anchor),
+    )
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

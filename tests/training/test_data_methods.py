@@ -131,16 +131,16 @@ def test_examples_of_preferences_carry_the_worse_image_of_the_same_caption(worke
 def test_only_as_many_rows_at_a_time_as_memory_holds() -> None:
     rows = []
 
-    def current(x, sigma, cond):
+    def velocity(x, sigma, cond):
         rows.append(x.shape[0])
         return x * sigma[:, None] + cond.tensors["text"]
 
-    policy = learn.in_chunks(Policy(current, None), 3)  # type: ignore[arg-type]
+    policy = learn.in_chunks(Policy(velocity, velocity), 3)
     x, text = torch.randn(2, 8, 5, generator=rng.generator("chunks"))
     sigma = torch.rand(8, generator=rng.generator("levels"))
-    got = policy.current(x, sigma, Conditioning({"text": text}))
-    assert rows == [3, 3, 2]
-    assert torch.equal(got, x * sigma[:, None] + text)
+    for one in (policy.current, policy.reference, policy.behaviour, policy.anchor):
+        assert torch.equal(one(x, sigma, Conditioning({"text": text})), x * sigma[:, None] + text)
+    assert rows == [3, 3, 2] * 4
 
 
 @pytest.mark.parametrize("kind", ["soar", "online", "offline"])

@@ -40,14 +40,15 @@ def outputs(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("name", ["toy", "sd3"])
+@pytest.mark.parametrize("name", ["toy", "sd3", "dpo"])
 def test_rewards_and_weights_agree(outputs, name: str) -> None:
     records = [[json.loads(line) for line in (f / name / "metrics.jsonl").read_text().splitlines()] for f in outputs]
     assert len(records[0]) == len(records[1]) == 3
     worst = 0.0
     for one, two in zip(*records, strict=True):
         assert one.keys() == two.keys()
-        for key in ("reward_mean", "reward_std", "invalid_share", "kl", "ratio", "loss/policy", "zero_variance_share"):
+        own = ("loss/preference", "better_error") if name == "dpo" else ("kl", "ratio", "loss/policy")
+        for key in ("reward_mean", "reward_std", "invalid_share", "zero_variance_share", *own):
             assert two[key] == pytest.approx(one[key], abs=TOLERANCE), key
             worst = max(worst, abs(one[key] - two[key]))
     a, b = (checkpoint.load(checkpoint.latest(f / name)) for f in outputs)

@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flowalign.algorithms.flow_dpo import FlowDPO, FlowDPOSettings
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
 from flowalign.data.prompts import Prompt, PromptData
 from flowalign.models import load_model
@@ -45,6 +46,19 @@ def main(output: Path) -> None:
             lora=name == "sd3",
             size=size,
         )
+    # Best against worst of each group, whose members must not be torn apart.
+    model = ToyModel()
+    train(
+        model,
+        FlowDPO(FlowDPOSettings(name="flow_dpo", num_steps=4, updates=2), shift=model.shift),
+        PromptData([Prompt(text) for text in PROMPTS[:6]], per_iteration=4, group_size=3),
+        [WeightedReward("color", ColorReward(invalid=(PROMPTS[1],)))],
+        optimizer=optimizer(lr=1e-3),
+        training=training(output / "dpo", iterations=3, ema_decay=0.9, rollout_batch_size=4, micro_batch_size=3),
+        workers=workers,
+        lora=False,
+        size=(32, 32),
+    )
 
 
 if __name__ == "__main__":
