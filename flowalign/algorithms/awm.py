@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from flowalign.core import advantages, losses, noising, schedule
@@ -61,7 +61,7 @@ class AWMSettings:
         kl_weight, anchor_weight: b and b'.
         kl_form: of both; "uniform" as above, "elbo" divided by twice the variance of a transition.
         anchor_rate, anchor_cap: of v_anchor, d = min(anchor_rate step, anchor_cap) once per rollout.
-        updates: optimiser steps per rollout.
+        updates: optimiser steps per rollout: one, because the ratio is to the weights that are updated.
     """
 
     name: Literal["awm"]
@@ -81,7 +81,7 @@ class AWMSettings:
     kl_form: Literal["uniform", "elbo"] = "uniform"
     anchor_rate: NonNegativeFloat = 0.001
     anchor_cap: Decay = 0.3
-    updates: Literal[1] = 1
+    updates: Annotated[int, Ge(1), Le(1)] = 1  # a Literal would take true for 1
 
     def __post_init__(self) -> None:
         low, high = self.levels
