@@ -158,4 +158,5 @@ def log_likelihood(weighting: str, error: Tensor, sigma: Tensor, power: float) -
     if weighting == "t2":
         return -sigma.square() * error
     q, scale = (0.5, 1.0) if weighting == "huber" else (power, power)
-    return -sigma * ((error + SMOOTHING).pow(q) - SMOOTHING**q) / scale
+    at_zero: float = SMOOTHING**q
+    return -sigma * ((error + SMOOTHING).pow(q) - at_zero) / scale
