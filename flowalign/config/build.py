@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from flowalign.algorithms.awm import AWM, AWMSettings
 from flowalign.algorithms.base import Algorithm
 from flowalign.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
 from flowalign.algorithms.flow_dpo import FlowDPO, FlowDPOSettings, OfflineFlowDPOSettings
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
+from flowalign.algorithms.ram import RAM, RAMSettings
 from flowalign.algorithms.sft import SFT, SFTSettings
 from flowalign.algorithms.soar import SOAR, SOARSettings
 from flowalign.config.load import dump_recipe
@@ -82,6 +84,10 @@ def build_algorithm(settings: AlgorithmSettings, model: Model) -> Algorithm:
         return DiffusionNFT(settings, shift=model.shift)
     if isinstance(settings, FlowDPOSettings | OfflineFlowDPOSettings):
         return FlowDPO(settings, shift=model.shift)
+    if isinstance(settings, AWMSettings):
+        return AWM(settings, shift=model.shift)
+    if isinstance(settings, RAMSettings):
+        return RAM(settings, shift=model.shift)
     raise TypeError(f"no algorithm is known for {type(settings).__name__}; add it here")
 
 

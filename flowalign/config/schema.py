@@ -9,9 +9,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from annotated_types import Ge, Gt, MinLen, MultipleOf
 from pydantic import Discriminator
 
+from flowalign.algorithms.awm import AWMSettings
 from flowalign.algorithms.diffusion_nft import DiffusionNFTSettings
 from flowalign.algorithms.flow_dpo import FlowDPOSettings, OfflineFlowDPOSettings
 from flowalign.algorithms.flow_grpo import FlowGRPOSettings
+from flowalign.algorithms.ram import RAMSettings
 from flowalign.algorithms.sft import SFTSettings
 from flowalign.algorithms.soar import SOARSettings
 from flowalign.rewards.judge import FramePolicy
@@ -25,6 +27,8 @@ AlgorithmSettings: TypeAlias = Annotated[
     SFTSettings
     | FlowGRPOSettings
     | DiffusionNFTSettings
+    | AWMSettings
+    | RAMSettings
     | SOARSettings
     | FlowDPOSettings
     | OfflineFlowDPOSettings,

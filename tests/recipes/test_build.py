@@ -10,9 +10,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from flowalign.algorithms.awm import AWM
 from flowalign.algorithms.diffusion_nft import DiffusionNFT
 from flowalign.algorithms.flow_dpo import FlowDPO
 from flowalign.algorithms.flow_grpo import FlowGRPO
+from flowalign.algorithms.ram import RAM
 from flowalign.algorithms.sft import SFT
 from flowalign.algorithms.soar import SOAR
 from flowalign.config import build
@@ -41,8 +43,10 @@ def test_every_shipped_method_is_built_for_its_model(name: str) -> None:
     plan = algorithm.plan(0)
     assert plan is not None
     torch.testing.assert_close(plan.sigmas, schedule.diffusers_shift(recipe.algorithm.num_steps, 3.0))
-    if recipe.algorithm.name == "diffusion_nft":
-        assert isinstance(algorithm, DiffusionNFT) and plan.window is None
+    forward = {"diffusion_nft": DiffusionNFT, "awm": AWM, "ram": RAM}
+    if recipe.algorithm.name in forward:
+        assert isinstance(algorithm, forward[recipe.algorithm.name]) and plan.window is None
+        assert plan.guidance == getattr(recipe.algorithm, "guidance", 1)
     elif recipe.algorithm.name == "flow_dpo":
         assert isinstance(algorithm, FlowDPO) and plan.whole_groups and plan.guidance == recipe.algorithm.guidance
     else:

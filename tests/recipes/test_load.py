@@ -291,7 +291,7 @@ def test_a_path_that_is_no_file(tmp_path: Path) -> None:
     (row,) = problems("recipes/shapes/stf.yaml")
     assert row.endswith("(did you mean 'shapes/sft'?)")
     (row,) = problems("zzzzzzz")
-    assert "the shipped ones are sd3/" in row
+    assert "the shipped ones are sd3/" in row and ", sd3/flow_grpo_clipscore, " in row
     assert problems("a\0b") and problems("x" * 5000)
     assert issubclass(RecipeError, FlowAlignError)
     assert resolve_recipe_path("shapes/sft").name == "sft.yaml"

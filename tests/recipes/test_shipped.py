@@ -106,7 +106,9 @@ def test_there_are_recipes() -> None:
     assert {"shapes/demo", "shapes/flow_grpo", "shapes/flow_grpo_fast", "shapes/flow_grpo_guided", "shapes/sft"} <= set(
         RECIPES
     )
-    assert len(SD3) >= 7
+    forward = {f"{method}{suffix}" for method in ("diffusion_nft", "awm", "ram") for suffix in ("", "_geneval")}
+    assert {f"{'sd3' if name.endswith('_geneval') else 'shapes'}/{name}" for name in forward} <= set(RECIPES)
+    assert set(PUBLISHED) <= set(SD3)
     assert len(CASES) > 200
 
 
@@ -143,7 +145,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_numbers(name: str) -> None:
+def test_published_numbers_of_flow_grpo(name: str) -> None:
     recipe = load_recipe(name)
     a, p, o, t = recipe.algorithm, recipe.prompts, recipe.optimizer, recipe.training
     assert a.name == "flow_grpo" and p is not None
@@ -175,6 +177,22 @@ def test_published_numbers_of_flow_dpo() -> None:
     assert (a.sigma_mean, a.sigma_std, p.per_iteration, p.group_size) == (0.0, 1.0, 48, 4)
     assert (o.lr, o.betas, o.eps, o.weight_decay, o.max_grad_norm) == (1e-5, (0.9, 0.999), 1e-8, 1e-4, 1.0)
     assert (recipe.tuning.rank, recipe.tuning.alpha, t.ema_decay, t.ema_every) == (32, 64.0, 0.99, 4)
+
+
+def test_published_numbers_of_the_forward_process() -> None:
+    nft, awm, ram = (load_recipe(f"sd3/{name}_geneval") for name in ("diffusion_nft", "awm", "ram"))
+    a = nft.algorithm
+    assert a.name == "diffusion_nft" and (a.num_steps, a.noisings, a.old_policy, a.nft_beta) == (10, 9, "slow", 1.0)
+    assert (a.kl_weight, a.advantage_clip, a.advantage_mode, a.updates) == (1e-4, 5, "all", 1)
+    a = awm.algorithm
+    assert a.name == "awm" and (a.num_steps, a.noisings, a.levels, a.weighting) == (14, 6, (1, 12), "ghuber")
+    assert (a.ghuber_power, a.clip_range, a.anchor_weight, a.anchor_cap, a.kl_weight) == (0.25, 1, 1, 0.3, 3e-3)
+    a = ram.algorithm
+    assert a.name == "ram" and (a.num_steps, a.noisings, a.reward_multiplier, a.target) == (20, 8, 100, "old")
+    assert (a.sigma_power, a.decay_rate, a.decay_cap, a.advantage_clip, a.guidance) == (1, 0.01, 0.9, None, 4.5)
+    for recipe, prompts in ((nft, 48), (awm, 72), (ram, 48)):
+        p = recipe.prompts
+        assert p is not None and (p.per_iteration, p.group_size, recipe.optimizer.lr) == (prompts, 24, 3e-4)
 
 
 @pytest.mark.parametrize(("name", "path"), CASES, ids=IDS)

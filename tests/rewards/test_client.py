@@ -333,6 +333,15 @@ def test_it_can_be_called_where_a_loop_runs_already(many) -> None:
 
 
 def test_an_interrupt_does_not_wait_for_servers() -> None:
+    # A shell starts what it puts in the background with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupted_call()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupted_call() -> None:
     with running(None, Faulty) as (url, _):
         remote = RemoteReward(url, "meter", timeout=30)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -10,6 +10,7 @@ from PIL import Image
 
 from flowalign.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTSettings
 from flowalign.algorithms.flow_grpo import FlowGRPO, FlowGRPOSettings
+from flowalign.algorithms.ram import RAM, RAMSettings
 from flowalign.algorithms.sft import SFT, SFTSettings
 from flowalign.data.pairs import PairData, load_pairs
 from flowalign.data.prompts import Prompt, PromptData
@@ -109,7 +110,10 @@ def keeps():
     return Keeps(DiffusionNFTSettings(name="diffusion_nft", num_steps=4, noisings=2, kl_weight=0.1), shift=3.0)
 
 
-@pytest.mark.parametrize("kind", ["flow_grpo", "sft", "keeps"])
+KEPT = {"keeps": {"behaviour", "anchor", "reference"}, "ram": {"behaviour", "reference"}}
+
+
+@pytest.mark.parametrize("kind", ["flow_grpo", "sft", "keeps", "ram"])
 def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: str) -> None:
     data = DATA
     if kind == "sft":
@@ -119,6 +123,8 @@ def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: 
     def algorithm():
         if kind == "keeps":
             return keeps()
+        if kind == "ram":
+            return RAM(RAMSettings(name="ram", num_steps=4, noisings=2, decay_rate=0.3, reference_every=3), shift=3.0)
         return SFT(SFTSettings(name="sft", batch_size=4)) if kind == "sft" else grpo(kl="v", kl_weight=0.1)
 
     whole, straight = run(workers, tmp_path / "whole", algorithm=algorithm(), data=data, iterations=4)
@@ -130,8 +136,7 @@ def test_two_and_two_iterations_equal_four_bit_for_bit(workers, tmp_path, kind: 
     for p, q in zip(whole.transformer.parameters(), again.transformer.parameters(), strict=True):
         assert torch.equal(p, q)
     a, b = checkpoint.load(straight.checkpoint), checkpoint.load(second.checkpoint)
-    kept = {"behaviour", "anchor", "reference"} if kind == "keeps" else set()
-    assert a.sets.keys() == b.sets.keys() == {"ema"} | kept
+    assert a.sets.keys() == b.sets.keys() == {"ema"} | KEPT.get(kind, set())
     pairs = [(a.trainable, b.trainable), (a.optimizer, b.optimizer), *((a.sets[k], b.sets[k]) for k in a.sets)]
     for x, y in pairs:
         assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
